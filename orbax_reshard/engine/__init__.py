@@ -1,0 +1,1 @@
+"""Executes a plan: storage, collectives and the agreement of the hosts."""

@@ -1,0 +1,182 @@
+"""Opens the stored arrays and describes them as planning values.
+
+All arrays are opened at once, with specs that Orbax's own helpers built, and the
+handles are kept: the chunk grid comes from the opened array (old checkpoints have no
+metadata files of their own), and the same handle reads later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorstore as ts
+
+from orbax_reshard.errors import CheckpointError
+from orbax_reshard.planning.stored import StoredArray
+
+# Asking OCDBT for the sizes of this many chunks takes about 0.3 s and no storage
+# request; beyond it the forecast falls back to decoded sizes.
+MAX_SIZED_CHUNKS = 4096
+
+# A byte range that no value reaches: OCDBT answers with the value's size from its
+# B-tree, before any data is fetched.
+_BEYOND = slice(2**60, 2**60 + 1)
+_SIZE_IN_MESSAGE = re.compile(r"value of size (\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRequest:
+    """One array to open.
+
+    Attributes:
+        name: the leaf's name, for errors.
+        spec: TensorStore JSON spec, cast driver included where a dtype was asked.
+        context: the TensorStore context of the restore.
+    """
+
+    name: str
+    spec: dict[str, Any]
+    context: ts.Context | None
+
+
+async def open_arrays(requests: Sequence[OpenRequest]) -> list[ts.TensorStore]:
+    """Opens all arrays concurrently.
+
+    Raises:
+        CheckpointError: a leaf's metadata is not there; names the leaf.
+        Exception: what TensorStore raised otherwise, with the leaf's name in front.
+    """
+    opened = await asyncio.gather(
+        *(ts.open(ts.Spec(r.spec), open=True, context=r.context) for r in requests),
+        return_exceptions=True,
+    )
+    for request, result in zip(requests, opened, strict=True):
+        if not isinstance(result, BaseException):
+            continue
+        text = f"leaf {request.name!r} cannot be opened: {result}"
+        if "NOT_FOUND" in str(result):
+            raise CheckpointError(text, code="missing_leaf") from result
+        raise type(result)(text) from result
+    return [t for t in opened if not isinstance(t, BaseException)]
+
+
+def stored_base(array: ts.TensorStore) -> ts.TensorStore:
+    """The array as it lies in storage, below any cast."""
+    while array.base is not None:
+        array = array.base
+    return array
+
+
+def describe(name: str, array: ts.TensorStore) -> StoredArray:
+    """The opened array as a planning value; stored chunk sizes still unknown."""
+    base = stored_base(array)
+    chunk = base.chunk_layout.read_chunk.shape or ()
+    return StoredArray(
+        name=name,
+        shape=tuple(base.shape),
+        dtype=base.dtype.name,
+        dtype_bytes=base.dtype.numpy_dtype.itemsize,
+        chunk_shape=tuple(c or s for c, s in zip(chunk, base.shape, strict=True)),
+        driver=base.spec().to_json()["driver"],
+    )
+
+
+async def sized(
+    described: Sequence[StoredArray], arrays: Sequence[ts.TensorStore]
+) -> list[StoredArray]:
+    """Adds the stored size of every chunk where that costs no storage request.
+
+    That is: OCDBT, whose B-tree holds the sizes, and no inner chunks. A chunk small
+    enough to lie inline in the B-tree has been fetched with the metadata and counts
+    as 0. All or nothing, and bounded by ``MAX_SIZED_CHUNKS``, so that every host
+    decides alike.
+    """
+    can = [_is_sizable(array) for array in arrays]
+    total = sum(d.num_chunks for d, c in zip(described, can, strict=True) if c)
+    if total > MAX_SIZED_CHUNKS:
+        return list(described)
+
+    async def one(stored: StoredArray, array: ts.TensorStore) -> StoredArray:
+        base = stored_base(array)
+        inline = _inline_bytes(base.kvstore.spec().to_json())
+        sizes = await asyncio.gather(
+            *(_size(base.kvstore, key) for key in _chunk_keys(stored, base))
+        )
+        if any(size is None for size in sizes):
+            return stored
+        known = tuple(0 if (s or 0) <= inline else (s or 0) for s in sizes)
+        return StoredArray(
+            name=stored.name,
+            shape=stored.shape,
+            dtype=stored.dtype,
+            dtype_bytes=stored.dtype_bytes,
+            chunk_shape=stored.chunk_shape,
+            driver=stored.driver,
+            encoded_bytes=known,
+        )
+
+    async def same(stored: StoredArray) -> StoredArray:
+        return stored
+
+    return list(
+        await asyncio.gather(
+            *(
+                one(stored, array) if able else same(stored)
+                for stored, array, able in zip(described, arrays, can, strict=True)
+            )
+        )
+    )
+
+
+def _is_sizable(array: ts.TensorStore) -> bool:
+    """OCDBT, a known driver, and one read chunk per stored value."""
+    base = stored_base(array)
+    layout = base.chunk_layout
+    return (
+        base.spec().to_json()["driver"] in ("zarr", "zarr3")
+        and base.kvstore.spec().to_json().get("driver") == "ocdbt"
+        and layout.read_chunk.shape == layout.write_chunk.shape
+    )
+
+
+def _inline_bytes(kvstore_spec: dict[str, Any]) -> int:
+    """Largest value that OCDBT keeps inside its B-tree nodes."""
+    return int(kvstore_spec.get("config", {}).get("max_inline_value_bytes", 100))
+
+
+def _chunk_keys(stored: StoredArray, base: ts.TensorStore) -> list[str]:
+    """Keys of the chunks in row-major order of the grid, relative to the array."""
+    coords = itertools.product(*(range(n) for n in stored.grid_shape))
+    metadata = base.spec().to_json().get("metadata", {})
+    if stored.driver == "zarr3":
+        encoding = metadata.get("chunk_key_encoding", {})
+        separator = encoding.get("configuration", {}).get("separator", "/")
+        return [separator.join(["c", *map(str, c)]) for c in coords]
+    separator = metadata.get("dimension_separator", ".")
+    return [separator.join(map(str, c)) or "0" for c in coords]
+
+
+async def _size(store: ts.KvStore, key: str) -> int | None:
+    """Stored size of a value, 0 when it is missing, None when OCDBT does not say."""
+    try:
+        result = await store.read(key, byte_range=_BEYOND)
+    except ValueError as error:
+        found = _SIZE_IN_MESSAGE.search(str(error))
+        return int(found.group(1)) if found else None
+    return 0 if result.state == "missing" else None
+
+
+def fetched_bytes() -> int:
+    """Bytes that TensorStore has read from any storage in this process so far."""
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
+    return sum(
+        int(value.get("value", 0))
+        for metric in found
+        if metric["name"].endswith("/bytes_read")
+        for value in metric["values"]
+    )

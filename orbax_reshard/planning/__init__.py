@@ -1,0 +1,1 @@
+"""Pure values: what is stored, what is asked, and the plan between the two."""

@@ -1,0 +1,424 @@
+"""``ReshardingArrayHandler``: Orbax's array handler, with planned restores.
+
+Saving, metadata and everything that a plan cannot improve are Orbax's own code. A
+restore goes through these phases, and every host takes part in each meeting even
+when it has failed:
+
+    resolve targets, open all arrays, plan        (errors are kept, not raised)
+    meeting "agree": same leaves, same plan, nobody failed
+    read and exchange the planned groups          (a meeting per wave)
+    read the direct leaves through stock
+    meeting "done": figures of all hosts, or the failure of one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from orbax_reshard.engine import metadata as stores
+from orbax_reshard.engine.agreement import Failure, Hosts, agree, first_failure, say
+from orbax_reshard.engine.exchange import PROGRAMS
+from orbax_reshard.engine.pipeline import Restore, Target, WaveError, Work
+from orbax_reshard.engine.read import ByteBudget
+from orbax_reshard.engine.report import RestoreReport
+from orbax_reshard.planning.plan import LeafRequest, RestorePlan, build_plan
+from orbax_reshard.planning.profile import HardwareProfile, default_profile
+from orbax_reshard.planning.record import Record
+from orbax_reshard.plugin import compat, targets
+from orbax_reshard.plugin.options import Options
+from orbax_reshard.plugin.results import build_report, host_word
+
+_LOG = logging.getLogger("orbax_reshard")
+
+# Restores of one model onto a few targets repeat in a process; a plan is small.
+_cached_plan = functools.lru_cache(maxsize=16)(build_plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A restore up to its plan, on this host."""
+
+    plan: RestorePlan
+    arrays: Mapping[int, Any]
+    targets: Mapping[int, Target]
+    requests: tuple[LeafRequest, ...]
+    plan_seconds: float
+    metadata_bytes: int
+
+
+class ReshardingArrayHandler(compat.ArrayHandler):
+    """A drop-in for ``ocp.type_handlers.ArrayHandler`` that plans restores.
+
+    Args:
+        options: how to restore; ``Options()`` by default.
+        **array_handler_kwargs: handed to ``ArrayHandler`` as they are.
+
+    Attributes:
+        options: the options in use.
+        last_report: what the latest restore through this handler did, or None.
+        last_plan: its plan, or None.
+
+    Example::
+
+        handler = ReshardingArrayHandler(Options(policy="read_once"))
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, handler), (int, ocp.type_handlers.ScalarHandler()))
+        ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    """
+
+    def __init__(
+        self, options: Options | None = None, **array_handler_kwargs: Any
+    ) -> None:
+        """Builds the stock handler underneath."""
+        super().__init__(**array_handler_kwargs)
+        self.options = Options() if options is None else options
+        self.last_report: RestoreReport | None = None
+        self.last_plan: RestorePlan | None = None
+
+    @classmethod
+    def like(cls, handler: Any, options: Options | None) -> ReshardingArrayHandler:
+        """A handler with all settings of an existing ``ArrayHandler``."""
+        made = cls(options)
+        made.__dict__.update(
+            {k: v for k, v in vars(handler).items() if k in vars(made)}
+        )
+        made.options = Options() if options is None else options
+        return made
+
+    async def deserialize(
+        self,
+        infos: Sequence[compat.ParamInfo],
+        args: Sequence[compat.RestoreArgs] | None = None,
+    ) -> Sequence[jax.Array]:
+        """Restores the leaves; see ``ArrayHandler.deserialize`` for arguments.
+
+        Raises:
+            TargetError: a target cannot hold its array; before anything is read.
+            PlanMismatchError: hosts asked for different restores.
+            RestoreReadError: a host could not read; the same on every host.
+            RestoreTimeoutError: a host did not come.
+        """
+        if args is None or not infos or len(infos) != len(args):
+            return await super().deserialize(infos, args)
+        start = time.monotonic()
+        if self.options.policy == "direct" or self.has_dispatcher():
+            return await self._stock_only(infos, args, start)
+        shardings = await compat.resolve_shardings(infos, args)
+        hosts = self._meeting(shardings)
+        compiled_before = PROGRAMS.num_compiled
+        prepared: Prepared | None = None
+        failed: Exception | None = None
+        try:
+            prepared = await self.prepare(infos, args, shardings)
+            self.last_plan = prepared.plan
+        except Exception as error:
+            failed = error
+        if hosts is not None:
+            await self._agree(hosts, prepared, failed)
+        if failed is not None:
+            raise failed
+        assert prepared is not None
+        budget = self._budget(infos)
+        before = stores.fetched_bytes()
+        work, results, failed = await self._run(prepared, hosts, budget)
+        planned_bytes = stores.fetched_bytes() - before
+        if failed is None:
+            try:
+                direct = [i for i in range(len(infos)) if i not in results]
+                await self._read_direct(direct, infos, args, results, prepared)
+                results = await self._wrap(infos, results, direct)
+            except Exception as error:
+                failed = error
+        direct_bytes = stores.fetched_bytes() - before - planned_bytes
+        words = await self._done(
+            hosts, prepared, work, planned_bytes, direct_bytes, failed
+        )
+        self.last_report = build_report(
+            plan=prepared.plan,
+            words=words,
+            here=jax.process_index(),
+            work=work,
+            metadata_bytes=prepared.metadata_bytes,
+            seconds=time.monotonic() - start,
+            plan_seconds=prepared.plan_seconds,
+            num_compiled=PROGRAMS.num_compiled - compiled_before,
+            budget=budget,
+            budget_source=self._budget_source(infos),
+        )
+        _LOG.info("%s", self.last_report.summary())
+        return [results[i] for i in range(len(infos))]
+
+    async def prepare(
+        self,
+        infos: Sequence[compat.ParamInfo],
+        args: Sequence[compat.RestoreArgs],
+        shardings: Sequence[Any],
+    ) -> Prepared:
+        """Opens all arrays and plans; reads no array data, talks to no host."""
+        before = stores.fetched_bytes()
+        use_ocdbt = await compat.check_files(infos, self._metadata_key)
+        opened = await stores.open_arrays(
+            [
+                stores.OpenRequest(
+                    name=info.name,
+                    spec=compat.read_spec(
+                        info,
+                        arg,
+                        use_ocdbt=use_ocdbt,
+                        metadata_key=self._metadata_key,
+                    ),
+                    context=info.ts_context,
+                )
+                for info, arg in zip(infos, args, strict=True)
+            ]
+        )
+        described = [
+            stores.describe(info.name, array)
+            for info, array in zip(infos, opened, strict=True)
+        ]
+        described = await stores.sized(described, opened)
+        requests: list[LeafRequest] = []
+        wanted: dict[int, Target] = {}
+        for index, (stored, array, arg, sharding) in enumerate(
+            zip(described, opened, args, shardings, strict=True)
+        ):
+            shape, _, physical = compat.physical_target(arg, sharding)
+            request, target = targets.leaf_request(
+                stored,
+                array,
+                shape=shape,
+                target=physical,
+                strict=getattr(arg, "strict", True),
+            )
+            requests.append(request)
+            if target is not None:
+                wanted[index] = target
+        start = time.monotonic()
+        plan = _cached_plan(
+            tuple(requests),
+            policy=self.options.policy,
+            profile=self._profile(infos, wanted),
+            read_budget_bytes=self._budget_bytes(infos),
+            device_budget_bytes=self.options.device_budget_bytes,
+        )
+        return Prepared(
+            plan=plan,
+            arrays=dict(enumerate(opened)),
+            targets=wanted,
+            requests=tuple(requests),
+            plan_seconds=time.monotonic() - start,
+            metadata_bytes=stores.fetched_bytes() - before,
+        )
+
+    def _profile(
+        self, infos: Sequence[compat.ParamInfo], wanted: Mapping[int, Target]
+    ) -> HardwareProfile:
+        if self.options.profile is not None:
+            return self.options.profile
+        scheme = str(infos[0].parent_dir).partition("://")
+        platforms = [t.devices[0].platform for t in wanted.values()]
+        return default_profile(
+            platform=platforms[0] if platforms else "cpu",
+            scheme=scheme[0] if scheme[1] else "file",
+        )
+
+    def _meeting(self, shardings: Sequence[Any]) -> Hosts | None:
+        """The hosts that take part, or None when this process has no part."""
+        here = jax.process_index()
+        members: set[int] = set()
+        for target in shardings:
+            sharding, declined = targets.plain_sharding(target)
+            if declined is None:
+                members.update(targets.device_mesh(sharding.mesh).host_ids)
+        if here not in members:
+            return None
+        alone = members == {here}
+        return Hosts(
+            sorted(members),
+            here,
+            None if alone else compat.JaxCoordinator(),
+            self.options.timeout_seconds,
+        )
+
+    async def _agree(
+        self, hosts: Hosts, prepared: Prepared | None, failed: Exception | None
+    ) -> None:
+        """Meets before anything is read; raises alike on every host."""
+        failure = None
+        digests: dict[str, str] = {}
+        plan_digest = ""
+        if failed is not None:
+            failure = Failure(
+                host=hosts.here,
+                leaf="(before reading)",
+                text=str(failed),
+                kind=type(failed).__name__,
+            )
+        elif prepared is not None:
+            plan_digest = prepared.plan.digest()
+            digests = {r.stored.name: _digest(r) for r in prepared.requests}
+        found = await asyncio.to_thread(agree, hosts, digests, plan_digest, failure)
+        if found is not None and failed is None:
+            raise found.error()
+
+    async def _run(
+        self, prepared: Prepared, hosts: Hosts | None, budget: ByteBudget
+    ) -> tuple[Work, dict[int, jax.Array], Exception | None]:
+        """Restores the planned groups; a failure is returned, not raised."""
+        if hosts is None or not prepared.plan.planned:
+            return Work(), {}, None
+        progress = self.options.progress
+        done = 0
+        total = _bytes_of_host(prepared.plan, hosts.here)
+
+        def tell(count: int) -> None:
+            nonlocal done
+            done += count
+            assert progress is not None
+            progress(done, total)
+
+        restore = Restore(
+            prepared.plan,
+            prepared.arrays,
+            prepared.targets,
+            hosts,
+            budget,
+            tell if progress is not None else None,
+        )
+        try:
+            return restore.work, await restore.run(), None
+        except WaveError as error:
+            return restore.work, {}, error
+
+    async def _read_direct(
+        self,
+        direct: Sequence[int],
+        infos: Sequence[compat.ParamInfo],
+        args: Sequence[compat.RestoreArgs],
+        results: dict[int, jax.Array],
+        prepared: Prepared,
+    ) -> None:
+        """Hands the direct leaves to the stock path, in one call.
+
+        The opened arrays stay referenced meanwhile, so that TensorStore serves
+        stock's opens from the metadata that is already in memory.
+        """
+        if not direct:
+            return
+        read = await super().deserialize(
+            [infos[i] for i in direct], [args[i] for i in direct]
+        )
+        results.update(zip(direct, read, strict=True))
+        del prepared
+
+    async def _wrap(
+        self,
+        infos: Sequence[compat.ParamInfo],
+        results: dict[int, jax.Array],
+        direct: Sequence[int],
+    ) -> dict[int, jax.Array]:
+        """Typed keys of the planned leaves; stock has wrapped those it read."""
+        planned = [i for i in results if i not in set(direct)]
+        wrapped = await compat.wrap_keys(
+            self._array_metadata_store,
+            [infos[i] for i in planned],
+            [results[i] for i in planned],
+        )
+        return results | dict(zip(planned, wrapped, strict=True))
+
+    async def _done(
+        self,
+        hosts: Hosts | None,
+        prepared: Prepared,
+        work: Work,
+        planned_bytes: int,
+        direct_bytes: int,
+        failed: Exception | None,
+    ) -> dict[int, Any]:
+        """The last meeting: figures of all hosts, or one error for all."""
+        failure = None
+        if isinstance(failed, WaveError):
+            failure = failed.failure
+        elif failed is not None:
+            names = [p.name for p in prepared.plan.leaves if p.decision == "direct"]
+            failure = Failure(
+                host=jax.process_index(),
+                leaf=", ".join(names[:3]),
+                text=str(failed),
+                kind=type(failed).__name__,
+            )
+        word = say(failure, host_word(work, planned_bytes, direct_bytes))
+        here = jax.process_index()
+        words = {here: word}
+        if hosts is not None:
+            words = await asyncio.to_thread(hosts.meet, "done", word)
+        found = failure or first_failure(words)
+        if isinstance(failed, WaveError):
+            raise failed.failure.error() from failed.cause
+        if failed is not None:
+            raise failed
+        if found is not None:
+            raise found.error()
+        return {host: json.loads(said) for host, said in words.items()}
+
+    async def _stock_only(
+        self,
+        infos: Sequence[compat.ParamInfo],
+        args: Sequence[compat.RestoreArgs],
+        start: float,
+    ) -> Sequence[jax.Array]:
+        """Stock, whole: no meeting, no plan; the report knows this host only."""
+        before = stores.fetched_bytes()
+        arrays = await super().deserialize(infos, args)
+        fetched = stores.fetched_bytes() - before
+        reason = "dispatcher" if self.has_dispatcher() else "policy_direct"
+        self.last_plan = None
+        self.last_report = RestoreReport.of_stock(
+            names=[info.name for info in infos],
+            reason=reason,
+            host=jax.process_index(),
+            fetched_bytes=fetched,
+            seconds=time.monotonic() - start,
+        )
+        return arrays
+
+    def _budget_bytes(self, infos: Sequence[compat.ParamInfo]) -> int | None:
+        given = self.options.read_budget_bytes
+        return compat.byte_limit(infos[0]) if given is None else given
+
+    def _budget_source(self, infos: Sequence[compat.ParamInfo]) -> str:
+        if self.options.read_budget_bytes is not None:
+            return "Options.read_budget_bytes"
+        bound = compat.byte_limit(infos[0])
+        return "none" if bound is None else "the checkpoint handler"
+
+    def _budget(self, infos: Sequence[compat.ParamInfo]) -> ByteBudget:
+        return ByteBudget(self._budget_bytes(infos))
+
+
+def _digest(request: LeafRequest) -> str:
+    """What was asked of one leaf, in a few letters."""
+    plain = replace(request.stored, encoded_bytes=None)
+    text = repr((plain, replace(request, stored=plain)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _bytes_of_host(plan: RestorePlan, host: int) -> int:
+    """Decoded bytes that a host reads for the planned groups."""
+    total = 0
+    for group in plan.planned:
+        record: Record | None = group.forecast
+        assert record is not None and group.shape is not None
+        chunks = dict(zip(record.hosts, record.chunk_reads_per_host, strict=True))
+        total += chunks.get(host, 0) * group.shape.chunk_bytes
+    return total
