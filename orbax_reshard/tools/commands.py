@@ -14,13 +14,14 @@ import signal
 import sys
 from collections.abc import Callable, Generator
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, cast
 
 import rich.console
 import rich.progress
 import typer
 
 from orbax_reshard.errors import OptionsError
+from orbax_reshard.planning.plan import POLICIES, Policy
 from orbax_reshard.tools import demo as demo_tool
 from orbax_reshard.tools import demo_table, launch
 from orbax_reshard.tools.cli import USAGE_STATUS
@@ -39,12 +40,8 @@ app = typer.Typer(
 )
 
 
-class Policy(enum.StrEnum):
-    """The values of ``--policy``."""
-
-    READ_ONCE = "read_once"
-    AUTO = "auto"
-    DIRECT = "direct"
+# The values of ``--policy``; typer made choices of literals only after 0.12.
+PolicyChoice = enum.StrEnum("PolicyChoice", {name: name for name in POLICIES})
 
 
 @app.callback()
@@ -62,8 +59,8 @@ def demo(
         float, typer.Option(help="Size of the checkpoint, in 10^6 bytes.", min=0.5)
     ] = 64.0,
     policy: Annotated[
-        Policy, typer.Option(help="How the plugin restores.")
-    ] = Policy.READ_ONCE,
+        PolicyChoice, typer.Option(help="How the plugin restores.")
+    ] = PolicyChoice("read_once"),
     keep: Annotated[
         pathlib.Path | None,
         typer.Option(help="Keep the checkpoint in this folder.", metavar="DIR"),
@@ -87,7 +84,7 @@ def demo(
                 num_processes=processes,
                 devices_per_process=devices_per_process,
                 size_bytes=round(size_mb * _MEGABYTE),
-                policy=policy.value,
+                policy=cast(Policy, policy.value),
                 keep=keep,
                 timeout_seconds=timeout_seconds,
                 on_step=on_step,

@@ -25,6 +25,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from orbax_reshard.errors import OptionsError
+from orbax_reshard.planning.plan import Policy
 from orbax_reshard.tools import demo_checkpoint, demo_worker, launch
 
 # Units of a progress bar: save, start, and per target two restores and a comparison.
@@ -91,7 +92,7 @@ class DemoResult:
 
     num_processes: int
     devices_per_process: int
-    policy: str
+    policy: Policy
     num_leaves: int
     array_bytes: int
     stored_bytes: int
@@ -140,7 +141,7 @@ def run(
     num_processes: int = 4,
     devices_per_process: int = 2,
     size_bytes: int = 64_000_000,
-    policy: str = "read_once",
+    policy: Policy = "read_once",
     keep: str | os.PathLike[str] | None = None,
     timeout_seconds: float = 600.0,
     on_step: Callable[[str, int, int], None] | None = None,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from orbax_reshard.planning.plan import Policy
 from orbax_reshard.tools import bits, demo_checkpoint, launch
 
 
@@ -32,7 +33,7 @@ class Task:
     path: str
     size_bytes: int
     targets: tuple[tuple[int, ...], ...] = ()
-    policy: str = "read_once"
+    policy: Policy = "read_once"
 
 
 def ways_in_order(target_index: int) -> tuple[str, str]:
