@@ -15,13 +15,12 @@ belong to.
 from __future__ import annotations
 
 import collections
-import functools
 import math
 import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +36,9 @@ _HLO_COLLECTIVES = re.compile(
     r" (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute|"
     r"collective-broadcast|ragged-all-to-all)(?:-start)?\("
 )
+
+Device: TypeAlias = Any
+"""A ``jax.Device``, which is a variable and no type to type checkers."""
 
 # Programs kept for later restores in the process. One is some hundred kilobytes of
 # code; a model has tens of signatures, and two or three targets are in use at once.
@@ -86,7 +88,7 @@ def digit_names(digits: DigitMesh) -> tuple[str, ...]:
     return tuple(f"d{i}" for i in range(max(1, len(digits.sizes))))
 
 
-def digit_mesh(digits: DigitMesh, devices: Sequence[jax.Device]) -> Mesh:
+def digit_mesh(digits: DigitMesh, devices: Sequence[Device]) -> Mesh:
     """The target's devices, in the target's order, as a mesh of digits."""
     grid = np.asarray(devices, dtype=object).reshape(digits.sizes or (1,))
     return Mesh(grid, digit_names(digits))
@@ -237,7 +239,7 @@ class ProgramCache:
         self._lock = threading.Lock()
         self.num_compiled = 0
 
-    def get(self, key: ExchangeKey, devices: Sequence[jax.Device]) -> Program:
+    def get(self, key: ExchangeKey, devices: Sequence[Device]) -> Program:
         """The program for ``key``, compiled now if it is new."""
         with self._lock:
             found = self._programs.get(key)
@@ -276,14 +278,6 @@ def count_collectives(hlo_text: str) -> tuple[tuple[str, int], ...]:
     """
     found = collections.Counter(_HLO_COLLECTIVES.findall(hlo_text))
     return tuple(sorted(found.items()))
-
-
-@functools.lru_cache(maxsize=4096)
-def local_positions(sharding: NamedSharding) -> tuple[jax.Device, ...]:
-    """This process's devices of a sharding, in mesh order."""
-    here = jax.process_index()
-    flat: list[jax.Device] = list(sharding.mesh.devices.flat)
-    return tuple(d for d in flat if d.process_index == here)
 
 
 def relabel(

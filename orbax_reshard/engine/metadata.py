@@ -103,9 +103,11 @@ async def sized(
 
     async def one(stored: StoredArray, array: ts.TensorStore) -> StoredArray:
         base = stored_base(array)
-        inline = _inline_bytes(base.kvstore.spec().to_json())
+        store = base.kvstore
+        assert store is not None
+        inline = _inline_bytes(store.spec().to_json())
         sizes = await asyncio.gather(
-            *(_size(base.kvstore, key) for key in _chunk_keys(stored, base))
+            *(_size(store, key) for key in _chunk_keys(stored, base))
         )
         if any(size is None for size in sizes):
             return stored
@@ -139,6 +141,7 @@ def _is_sizable(array: ts.TensorStore) -> bool:
     layout = base.chunk_layout
     return (
         base.spec().to_json()["driver"] in ("zarr", "zarr3")
+        and base.kvstore is not None
         and base.kvstore.spec().to_json().get("driver") == "ocdbt"
         and layout.read_chunk.shape == layout.write_chunk.shape
     )

@@ -52,7 +52,7 @@ class Target:
     """
 
     sharding: jax.sharding.Sharding
-    devices: tuple[jax.Device, ...]
+    devices: tuple[exchange.Device, ...]
     dtype: np.dtype
     shape: tuple[int, ...]
 
@@ -202,7 +202,7 @@ class Restore:
 
             def job(
                 key: exchange.ExchangeKey = key,
-                devices: tuple[jax.Device, ...] = devices,
+                devices: tuple[exchange.Device, ...] = devices,
             ) -> exchange.Program:
                 start = time.monotonic()
                 program = exchange.PROGRAMS.get(key, devices)
@@ -260,7 +260,7 @@ class Restore:
         )
         return blocks
 
-    def _local(self, wave: _Wave) -> list[tuple[jax.Device, Box]]:
+    def _local(self, wave: _Wave) -> list[tuple[exchange.Device, Box]]:
         """This host's devices, in mesh order, with the boxes that they read."""
         assert wave.group.digits is not None
         devices = self._targets[wave.leaves[0]].devices

@@ -353,8 +353,10 @@ def _plan_group(
         )
     except ValueError:
         return dataclasses.replace(declined, reason="irregular_mesh_too_large")
+    # Where stored sizes are known, stock is told in stored bytes too: the mean chunk.
+    mean_bytes = declined.needed_bytes / max(1, declined.needed_chunks)
     stock = _record(
-        digits, direct.box_chunks, len(leaves), group.chunk_bytes, None, {}, profile
+        digits, direct.box_chunks, len(leaves), mean_bytes, None, {}, profile
     )
     declined = dataclasses.replace(declined, digits=digits, forecast=stock, stock=stock)
     if policy == "direct":
@@ -476,7 +478,7 @@ def _record(
     digits: DigitMesh,
     chunks: Sequence[int],
     times: int,
-    chunk_bytes: int,
+    chunk_bytes: float,
     stored: Sequence[int] | None,
     collectives: dict[str, int],
     profile: HardwareProfile,
@@ -485,7 +487,9 @@ def _record(
 ) -> Record:
     """A record from per-host chunk counts."""
     hosts = digits.mesh.host_ids
-    fetched = [n * times * chunk_bytes for n in chunks] if stored is None else stored
+    fetched = stored
+    if fetched is None:
+        fetched = [round(n * times * chunk_bytes) for n in chunks]
     if seconds is None:
         seconds = max(fetched) / profile.storage_bytes_per_second
     return Record(

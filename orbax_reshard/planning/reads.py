@@ -123,7 +123,7 @@ def count_reads(
         chunks *= reads.once[host_index]
         boxes *= reads.boxes[host_index]
         where.append(host_index)
-        if weights is not None:
+        if weights is not None and encoded_bytes is not None:
             # Contract this dimension's chunks; the hosts' index takes the last place.
             mask = np.zeros((count, encoded_bytes.shape[dim]), np.int64)
             spans = _chunk_spans(intermediate, dim, chunk_shape[dim], digits)

@@ -4,6 +4,7 @@ If a later Orbax moves one of them, importing this file fails with one sentence 
 says so; stock restores are not affected, because nothing is registered on import.
 """
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

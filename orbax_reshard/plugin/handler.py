@@ -89,9 +89,10 @@ class ReshardingArrayHandler(compat.ArrayHandler):
     def like(cls, handler: Any, options: Options | None) -> ReshardingArrayHandler:
         """A handler with all settings of an existing ``ArrayHandler``."""
         made = cls(options)
-        made.__dict__.update(
-            {k: v for k, v in vars(handler).items() if k in vars(made)}
-        )
+        known = vars(made).keys()
+        for name, value in vars(handler).items():
+            if name in known:
+                setattr(made, name, value)
         made.options = Options() if options is None else options
         return made
 

@@ -10,6 +10,7 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from orbax_reshard.engine.exchange import Device
 from orbax_reshard.engine.pipeline import Target
 from orbax_reshard.engine.transport import carried, result_dtype
 from orbax_reshard.errors import TargetError
@@ -21,7 +22,7 @@ from orbax_reshard.planning.stored import StoredArray
 @functools.lru_cache(maxsize=64)
 def device_mesh(mesh: Mesh) -> DeviceMesh:
     """A JAX mesh as plain values."""
-    flat: list[jax.Device] = list(mesh.devices.flat)
+    flat: list[Device] = list(mesh.devices.flat)
     return DeviceMesh(
         axis_names=tuple(map(str, mesh.axis_names)),
         axis_sizes=tuple(mesh.devices.shape),
@@ -64,7 +65,7 @@ def plain_sharding(target: Any) -> tuple[Any, str | None]:
 
 @functools.lru_cache(maxsize=64)
 def _default_memory_kind(mesh: Mesh) -> str:
-    first: jax.Device = mesh.devices.flat[0]
+    first: Device = mesh.devices.flat[0]
     return first.default_memory().kind
 
 
@@ -128,9 +129,10 @@ def leaf_request(
     if declined is not None:
         return _direct(stored, dtype, declined, text), None
     named: NamedSharding = sharding
+    mesh: Mesh = named.mesh
     request = LeafRequest(
         stored=stored,
-        mesh=device_mesh(named.mesh),
+        mesh=device_mesh(mesh),
         spec=full_spec(named.spec, len(stored.shape)),
         dtype=dtype.name,
         moved_bytes=dtype.itemsize,
@@ -138,7 +140,7 @@ def leaf_request(
     )
     return request, Target(
         sharding=sharding,
-        devices=tuple(named.mesh.devices.flat),
+        devices=tuple(mesh.devices.flat),
         dtype=dtype,
         shape=stored.shape,
     )

@@ -50,8 +50,8 @@ def show(result: demo.DemoResult, console: rich.console.Console) -> None:
     say(
         "[dim]MB are what each host read from storage, as TensorStore counted. "
         "Amplification: their sum / stored.",
-        "Seconds are this machine's: its storage is the page cache, its hosts share "
-        "the processors.[/]",
+        "Seconds say little here: storage is the page cache, and all hosts share this "
+        "machine's processors.[/]",
         "",
     )
 
