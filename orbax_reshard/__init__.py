@@ -13,11 +13,12 @@ from orbax_reshard.errors import (
     RestoreTimeoutError,
     TargetError,
 )
-from orbax_reshard.live import find_intermediate_sharding
+from orbax_reshard.live import find_intermediate_sharding, plan_reshard, reshard
+from orbax_reshard.planning.options import Options
 from orbax_reshard.planning.plan import LeafPlan, RestorePlan
 from orbax_reshard.planning.profile import HardwareProfile
+from orbax_reshard.planning.reshard_plan import ReshardPlan
 from orbax_reshard.plugin.handler import ReshardingArrayHandler
-from orbax_reshard.plugin.options import Options
 from orbax_reshard.plugin.registration import Registration, plan_restore, register
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "PlanMismatchError",
     "Registration",
     "ReshardError",
+    "ReshardPlan",
     "ReshardingArrayHandler",
     "RestorePlan",
     "RestoreReadError",
@@ -41,6 +43,8 @@ __all__ = [
     "RestoreTimeoutError",
     "TargetError",
     "find_intermediate_sharding",
+    "plan_reshard",
     "plan_restore",
     "register",
+    "reshard",
 ]

@@ -24,14 +24,20 @@ may be on others. The choice is made by ``orbax_reshard.planning.splits``.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from orbax_reshard.engine import relayout
+from orbax_reshard.engine.requests import is_key, key_target, live_request
 from orbax_reshard.errors import (
     NoIntermediateShardingError,
     NoIntermediateShardingNeededError,
 )
 from orbax_reshard.planning import splits
+from orbax_reshard.planning.options import Options
+from orbax_reshard.planning.reshard_plan import ReshardPlan, build_reshard_plan
 
 
 def find_intermediate_sharding(
@@ -226,3 +232,125 @@ def _split_mesh(
     if isinstance(mesh, AbstractMesh):
         return mesh.update(axis_sizes=sizes, axis_names=names, axis_types=types)
     return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
+
+
+def plan_reshard(
+    tree: Any,
+    shardings: Any,
+    *,
+    device_budget_bytes: int | None = None,
+) -> ReshardPlan:
+    """Plans ``reshard`` without moving anything.
+
+    Args:
+        tree: pytree of arrays, or of ``jax.ShapeDtypeStruct`` with shardings.
+        shardings: target shardings, a tree like ``tree`` or a prefix of it.
+        device_budget_bytes: inclusive bound on a device's bytes in one wave.
+
+    Returns:
+        The plan: ``explain()``, ``forecast`` with collectives and bytes received per
+        device, ``peak_device_bytes``, and ``full_copies``.
+
+    Raises:
+        BudgetError: a leaf alone does not fit the budget.
+    """
+    names, leaves, targets, _ = _flat(tree, shardings)
+    requests = [
+        live_request(name, leaf, target)
+        for name, leaf, target in zip(names, leaves, targets, strict=True)
+    ]
+    return build_reshard_plan(requests, device_budget_bytes=device_budget_bytes)
+
+
+def reshard(
+    tree: Any,
+    shardings: Any,
+    *,
+    donate: bool = False,
+    device_budget_bytes: int | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Moves a tree of arrays to other shardings, in bounded memory.
+
+    On one device set, in any order, blocks move by slices, all-to-alls and then
+    all-gathers (``orbax_reshard.planning.relayout``); to another device set the source
+    devices merge shards first (`find_intermediate_sharding`) and one replica travels.
+    Everything else (host arrays, single-device arrays, other memory kinds) goes
+    through ``jax.device_put``, which is also what the values are equal to, bit for
+    bit. Programs and plans are cached for the process: moving the same signatures
+    again compiles nothing.
+
+    Args:
+        tree: pytree of arrays; typed PRNG keys and numpy arrays are fine.
+        shardings: target shardings, a tree like ``tree`` or a prefix of it.
+        donate: delete each source array when its wave is done. Without it no array
+            that the caller holds is deleted.
+        device_budget_bytes: inclusive bound on a device's bytes in one wave (argument,
+            result and what is between); default: ``options.device_budget_bytes``.
+        options: where the default budget comes from.
+
+    Returns:
+        A tree like ``tree`` whose leaves have exactly the asked shardings.
+
+    Raises:
+        BudgetError: a leaf alone does not fit the budget; before anything moves.
+    """
+    if device_budget_bytes is None and options is not None:
+        device_budget_bytes = options.device_budget_bytes
+    names, leaves, targets, structure = _flat(tree, shardings)
+    data = [jax.random.key_data(x) if is_key(x) else x for x in leaves]
+    wanted = [
+        key_target(target, x) if is_key(x) else target
+        for x, target in zip(leaves, targets, strict=True)
+    ]
+    plan = build_reshard_plan(
+        [live_request(*row) for row in zip(names, data, wanted, strict=True)],
+        device_budget_bytes=device_budget_bytes,
+    )
+    made: dict[int, Any] = {}
+    for group in plan.groups:
+        arrays = [data[i] for i in group.leaves]
+        goals = [wanted[i] for i in group.leaves]
+        if group.decision == "exchange":
+            moved = relayout.run_group(group, arrays, goals, donate=donate)
+        elif group.decision == "relabel":
+            moved = [
+                relayout.relabelled(*pair) for pair in zip(arrays, goals, strict=True)
+            ]
+        else:
+            through = group.decision == "other_devices"
+            moved = [
+                _put(a, g, through, donate) for a, g in zip(arrays, goals, strict=True)
+            ]
+        made.update(zip(group.leaves, moved, strict=True))
+    for index, leaf in enumerate(leaves):
+        if is_key(leaf):
+            made[index] = jax.random.wrap_key_data(
+                made[index], impl=jax.random.key_impl(leaf)
+            )
+    return jax.tree.unflatten(structure, [made[i] for i in range(len(leaves))])
+
+
+def _put(array: Any, target: Sharding, through: bool, donate: bool) -> Any:
+    """Through ``jax.device_put``, to other devices by way of an intermediate."""
+    source = array
+    if through:
+        try:
+            intermediate, _ = find_intermediate_sharding(array.sharding, target)
+            source = relayout.one_replica(reshard(array, intermediate))
+        except NoIntermediateShardingError:
+            pass
+    made = jax.device_put(source, target)
+    if donate and isinstance(array, jax.Array) and made is not array:
+        jax.block_until_ready(made)
+        array.delete()
+    return made
+
+
+def _flat(tree: Any, shardings: Any) -> tuple[list[str], list[Any], list[Any], Any]:
+    """Names, leaves and targets in tree order, and the structure."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    spread = jax.tree.broadcast(shardings, tree, is_leaf=lambda x: x is None)
+    targets = structure.flatten_up_to(spread)
+    names = [jax.tree_util.keystr(path) or "(the array)" for path, _ in paths]
+    return names, [leaf for _, leaf in paths], targets, structure

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orbax_reshard.engine.transport import Transport
+from orbax_reshard.engine.transport import Transport, bit_width
 from orbax_reshard.planning.digits import DigitMesh, Layout
 from orbax_reshard.planning.layout import Intermediate, Step
 
@@ -55,6 +55,9 @@ class ExchangeKey:
         digits: the mesh in digits.
         dtype: name of the leaves' dtype.
         platform: backend of the devices.
+        permutation: pairs of positions that whole blocks travel before the steps.
+        live: True when the argument is one array per leaf in the leaves' own dtype,
+            False when it is one stacked array of words.
     """
 
     intermediate: Intermediate
@@ -62,6 +65,8 @@ class ExchangeKey:
     digits: DigitMesh
     dtype: np.dtype
     platform: str
+    permutation: tuple[tuple[int, int], ...] = ()
+    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +74,20 @@ class Program:
     """A compiled exchange.
 
     Attributes:
-        run: takes the stacked intermediate, returns one array per leaf.
-        argument: sharding of the stacked intermediate.
+        run: takes the stacked intermediate, or one array per leaf when live; returns
+            one array per leaf.
+        argument: sharding of the stacked intermediate, or of each live leaf.
         result: sharding of each leaf, over the mesh of digits.
         collectives: kinds and counts, read from the compiled HLO.
-        temp_bytes: XLA's own figure of temporary bytes per device; 0 if unknown.
+        peak_bytes: XLA's own figure of argument, result and temporary bytes per
+            device; 0 if unknown.
     """
 
-    run: Callable[[jax.Array], Sequence[jax.Array]]
+    run: Callable[..., Sequence[jax.Array]]
     argument: NamedSharding
     result: NamedSharding
     collectives: tuple[tuple[str, int], ...]
-    temp_bytes: int
+    peak_bytes: int
 
 
 def digit_names(digits: DigitMesh) -> tuple[str, ...]:
@@ -120,7 +127,7 @@ def stacked_shape(
 
 def exchange_body(
     key: ExchangeKey, *, names: Sequence[str]
-) -> Callable[[jax.Array], list[jax.Array]]:
+) -> Callable[..., list[jax.Array]]:
     """The per-device function: a block under the intermediate to one per leaf."""
     inter, digits = key.intermediate, key.digits
     transport = Transport(key.dtype)
@@ -130,7 +137,13 @@ def exchange_body(
         for extent, run in zip(inter.shape, inter.target, strict=True)
     ]
 
-    def body(block: jax.Array) -> list[jax.Array]:
+    def body(*blocks: jax.Array) -> list[jax.Array]:
+        block = blocks[0]
+        if key.live:
+            packed = [transport.pack_traced(b)[None] for b in blocks]
+            block = packed[0] if len(packed) == 1 else jnp.concatenate(packed)
+        if key.permutation:
+            block = lax.ppermute(block, tuple(names), key.permutation)
         labels: list[tuple[str, int]] = []
         dims: list[int] = []
         for dim, width in enumerate(inter.piece_width):
@@ -207,24 +220,30 @@ def _join(x: jax.Array, inter: Intermediate, digits: DigitMesh) -> jax.Array:
 
 def build_exchange(
     key: ExchangeKey, mesh: Mesh
-) -> tuple[Any, jax.ShapeDtypeStruct, NamedSharding]:
-    """The jitted, not yet compiled program, its argument, and its result sharding."""
+) -> tuple[Any, list[jax.ShapeDtypeStruct], NamedSharding]:
+    """The jitted, not yet compiled program, its arguments, and its result sharding."""
     inter, digits = key.intermediate, key.digits
     transport = Transport(key.dtype)
-    trailing = len(transport.suffix)
-    argument = layout_sharding(mesh, digits, inter.layout, trailing=trailing)
+    count = inter.shape[0]
+    if key.live:
+        argument = layout_sharding(mesh, digits, inter.layout[1:])
+        struct = jax.ShapeDtypeStruct(inter.shape[1:], key.dtype, sharding=argument)
+    else:
+        trailing = len(transport.suffix)
+        argument = layout_sharding(mesh, digits, inter.layout, trailing=trailing)
+        struct = jax.ShapeDtypeStruct(
+            stacked_shape(inter, digits, transport), transport.word, sharding=argument
+        )
+    structs = [struct] * (count if key.live else 1)
     result = layout_sharding(mesh, digits, inter.target[1:])
     mapped = jax.shard_map(
         exchange_body(key, names=digit_names(digits)),
         mesh=mesh,
-        in_specs=argument.spec,
-        out_specs=[result.spec] * inter.shape[0],
+        in_specs=(argument.spec,) * len(structs),
+        out_specs=[result.spec] * count,
         check_vma=False,
     )
-    struct = jax.ShapeDtypeStruct(
-        stacked_shape(inter, digits, transport), transport.word, sharding=argument
-    )
-    return jax.jit(mapped), struct, result
+    return jax.jit(mapped), structs, result
 
 
 class ProgramCache:
@@ -249,15 +268,17 @@ class ProgramCache:
         # 64-bit leaves exist only where x64 is on; this thread may not have it.
         with jax.enable_x64(key.dtype.itemsize >= 8):
             mesh = digit_mesh(key.digits, devices)
-            jitted, struct, result = build_exchange(key, mesh)
-            compiled = jitted.lower(struct).compile()
-        memory = compiled.memory_analysis()
+            jitted, structs, result = build_exchange(key, mesh)
+            compiled = jitted.lower(*structs).compile()
+        # An int4 array made by device_put says nothing of its packing, and compiled
+        # programs are strict about that; the jitted function is not.
+        lenient = key.live and bit_width(key.dtype) < 8
         program = Program(
-            run=compiled,
-            argument=struct.sharding,
+            run=jitted if lenient else compiled,
+            argument=structs[0].sharding,
             result=result,
             collectives=count_collectives(compiled.as_text()),
-            temp_bytes=getattr(memory, "temp_size_in_bytes", 0) or 0,
+            peak_bytes=_peak_bytes(compiled.memory_analysis()),
         )
         with self._lock:
             self.num_compiled += 1
@@ -268,6 +289,18 @@ class ProgramCache:
 
 
 PROGRAMS = ProgramCache()
+
+
+def _peak_bytes(memory: Any) -> int:
+    """Bytes that XLA plans per device: arguments, results and temporaries."""
+    if memory is None:
+        return 0
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
 
 
 def count_collectives(hlo_text: str) -> tuple[tuple[str, int], ...]:

@@ -61,6 +61,22 @@ class Transport:
         """A C-contiguous host block as words, without a copy."""
         return block.view(self.word).reshape(*block.shape, *self.suffix)
 
+    def pack_traced(self, block: jax.Array) -> jax.Array:
+        """Elements on the device as words; traced, bit-exact, undone by ``unpack``."""
+        dtype, bits = self.dtype, bit_width(self.dtype)
+        if dtype == np.bool_:
+            return lax.convert_element_type(block, np.uint8)
+        if bits < 8:
+            narrow = np.dtype(_NARROW[bits])
+            same = block.dtype == narrow
+            words = block if same else lax.bitcast_convert_type(block, narrow)
+            return lax.convert_element_type(words, np.uint8)
+        if dtype.kind == "c":
+            parts = jnp.stack([lax.real(block), lax.imag(block)], axis=-1)
+            words = lax.bitcast_convert_type(parts, np.uint32)
+            return words.reshape(*block.shape, self.words)
+        return lax.bitcast_convert_type(block, self.word)
+
     def unpack(self, words: jax.Array) -> jax.Array:
         """Words on the device as elements; traced, bit-exact."""
         dtype, bits = self.dtype, bit_width(self.dtype)

@@ -88,8 +88,9 @@ def pieces(
         max_chunks: inclusive bound on the chunks of one piece, at least 1.
 
     Yields:
-        Pieces in row-major order of their first chunk. Every chunk that some box
-        touches is in exactly one piece, and no other chunk is in any.
+        Pieces cell by cell (regions that the same boxes need), cells and the pieces
+        of each in row-major order. Every chunk that some box touches is in exactly
+        one piece, and no other chunk is in any.
 
     >>> for piece in pieces([((0, 6),), ((5, 9),)], chunk_shape=(4,), max_chunks=8):
     ...     print(piece.region, piece.boxes)

@@ -24,7 +24,7 @@ from orbax_reshard.planning.boxes import ceil_div
 from orbax_reshard.planning.digits import DigitMesh, Layout
 from orbax_reshard.planning.layout import Intermediate, block_bytes, make_intermediate
 from orbax_reshard.planning.profile import HardwareProfile
-from orbax_reshard.planning.reads import DimReads, Reads, count_reads, dim_reads
+from orbax_reshard.planning.reads import Reads, count_reads, dim_reads
 
 # A signature is searched at most this far. The largest family met (a replicated 4-D
 # array on 8,192 devices) has about 6,000 members after pruning.
@@ -163,26 +163,22 @@ def _placements(
         )
         for dim in receivers
     }
-    splittable = [dim for dim in receivers if room[dim] > 1]
+    # Dimension 0, always complete, takes what the grid cannot: one owner reads a leaf.
+    takers = [dim for dim in receivers if dim and room[dim] > 1]
+    takers.insert(0 if room[0] > 1 else len(takers), 0)
     across = [p for p in pools if p.cross_host]
     inside = [p for p in pools if not p.cross_host]
-    options = [list(_distribute(p, splittable or receivers[:1], False)) for p in across]
-    # Dimension 0 takes what the grid cannot: one owner reads, then scatters.
-    last_resort = [list(_distribute(p, receivers[:1], False)) for p in across]
+    options = [list(_distribute(p, takers, False)) for p in across]
 
     def fits(placed: Sequence[dict[int, tuple[int, ...]]]) -> bool:
-        for dim in splittable:
+        for dim in takers:
             taken = math.prod(digits.num_parts(where.get(dim, ())) for where in placed)
             # The next digit would have nothing left to split.
-            if taken >= 2 * room[dim]:
+            if dim and taken >= 2 * room[dim]:
                 return False
         return True
 
     placed_across = [p for p in itertools.product(*options) if fits(p)]
-    if across and receivers and (not placed_across or 0 not in splittable):
-        placed_across += list(itertools.product(*last_resort))
-    if across and not receivers:
-        placed_across = [tuple({} for _ in across)]
     inside_options = [list(_distribute(p, receivers, True)) for p in inside]
     for outer in placed_across:
         for inner in itertools.product(*inside_options):
@@ -234,13 +230,16 @@ class Search:
         self._digits = digits
         self._profile = profile
         self._budget = device_budget_bytes
-        self._dims: dict[object, DimReads] = {}
+        self._dims: dict[object, tuple[int, int]] = {}
         self._devices_per_host = digits.mesh.devices_per_host
 
     def candidate(self, intermediate: Intermediate) -> Candidate:
         """Counts and costs one intermediate."""
+        return self._costed(intermediate, *self._counts(intermediate))
+
+    def _costed(self, intermediate: Intermediate, total: int, most: int) -> Candidate:
+        """Costs one intermediate whose chunks are counted."""
         group, digits = self._group, self._digits
-        total, most = self._counts(intermediate)
         steps = intermediate.steps(digits)
         result = math.prod(
             ceil_div(extent, digits.num_parts(target))
@@ -253,12 +252,7 @@ class Search:
             result_bytes=result * group.moved_bytes,
             digits=digits,
         )
-        seconds = costs.read_seconds(
-            max_host_bytes=most * group.chunk_bytes,
-            total_bytes=total * group.chunk_bytes,
-            num_requests=most,
-            profile=self._profile,
-        )
+        seconds = self._read_seconds(total, most)
         if steps:
             seconds += costs.exchange_seconds(
                 exchange, devices_per_host=self._devices_per_host, profile=self._profile
@@ -295,7 +289,15 @@ class Search:
             intermediates(self._group, self._digits), MAX_CANDIDATES
         )
         for intermediate in found:
-            candidate = self.candidate(intermediate)
+            counts = self._counts(intermediate)
+            # What reads too much is not worth the walk over its steps.
+            if best is not None and (
+                counts > (best.total_chunks, best.max_host_chunks)
+                if objective == "fetched"
+                else self._read_seconds(*counts) >= best.seconds
+            ):
+                continue
+            candidate = self._costed(intermediate, *counts)
             if self._budget is not None and (
                 candidate.exchange.peak_bytes > self._budget
             ):
@@ -308,6 +310,15 @@ class Search:
         """Per-host counts of one intermediate."""
         return count_reads(intermediate, self._group.chunk_shape, self._digits)
 
+    def _read_seconds(self, total: int, most: int) -> float:
+        """Seconds until all hosts have read: a bound from below for a candidate."""
+        return costs.read_seconds(
+            max_host_bytes=most * self._group.chunk_bytes,
+            total_bytes=total * self._group.chunk_bytes,
+            num_requests=most,
+            profile=self._profile,
+        )
+
     def _counts(self, intermediate: Intermediate) -> tuple[int, int]:
         """Chunks read by all hosts, and by the busiest one."""
         digits = self._digits
@@ -319,12 +330,12 @@ class Search:
         for dim, layout in enumerate(intermediate.layout):
             key = (dim, intermediate.num_kept[dim], intermediate.extras[dim])
             if key not in self._dims:
-                self._dims[key] = dim_reads(
+                once = dim_reads(
                     intermediate, dim, self._group.chunk_shape[dim], digits
-                )
-            once = self._dims[key].once
-            total *= int(once.sum())
-            most *= int(once.max())
+                ).once
+                self._dims[key] = int(once.sum()), int(once.max())
+            total *= self._dims[key][0]
+            most *= self._dims[key][1]
             unused.difference_update(layout)
         for digit in unused:
             if digits.cross_host[digit]:

@@ -28,14 +28,15 @@ import jax
 from orbax_reshard.engine import metadata as stores
 from orbax_reshard.engine.agreement import Failure, Hosts, agree, first_failure, say
 from orbax_reshard.engine.exchange import PROGRAMS
+from orbax_reshard.engine.meshes import device_mesh
 from orbax_reshard.engine.pipeline import Restore, Target, WaveError, Work
 from orbax_reshard.engine.read import ByteBudget
 from orbax_reshard.engine.report import RestoreReport
+from orbax_reshard.planning.options import Options
 from orbax_reshard.planning.plan import LeafRequest, RestorePlan, build_plan
 from orbax_reshard.planning.profile import HardwareProfile, default_profile
 from orbax_reshard.planning.record import Record
 from orbax_reshard.plugin import compat, targets
-from orbax_reshard.plugin.options import Options
 from orbax_reshard.plugin.results import build_report, host_word
 
 _LOG = logging.getLogger("orbax_reshard")
@@ -240,7 +241,7 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         for target in shardings:
             sharding, declined = targets.plain_sharding(target)
             if declined is None:
-                members.update(targets.device_mesh(sharding.mesh).host_ids)
+                members.update(device_mesh(sharding.mesh).host_ids)
         if here not in members:
             return None
         alone = members == {here}

@@ -11,10 +11,10 @@ from etils import epath
 
 from orbax_reshard.engine.report import RestoreReport
 from orbax_reshard.errors import CheckpointError
+from orbax_reshard.planning.options import Options
 from orbax_reshard.planning.plan import RestorePlan
 from orbax_reshard.plugin import compat
 from orbax_reshard.plugin.handler import ReshardingArrayHandler
-from orbax_reshard.plugin.options import Options
 
 
 class Registration:

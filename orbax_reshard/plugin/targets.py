@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orbax_reshard.engine.exchange import Device
+from orbax_reshard.engine.meshes import default_memory_kind, device_mesh, full_spec
 from orbax_reshard.engine.pipeline import Target
 from orbax_reshard.engine.transport import carried, result_dtype
 from orbax_reshard.errors import TargetError
-from orbax_reshard.planning.digits import DeviceMesh
-from orbax_reshard.planning.plan import LeafRequest, Spec
+from orbax_reshard.planning.plan import LeafRequest
 from orbax_reshard.planning.stored import StoredArray
-
-
-@functools.lru_cache(maxsize=64)
-def device_mesh(mesh: Mesh) -> DeviceMesh:
-    """A JAX mesh as plain values."""
-    flat: list[Device] = list(mesh.devices.flat)
-    return DeviceMesh(
-        axis_names=tuple(map(str, mesh.axis_names)),
-        axis_sizes=tuple(mesh.devices.shape),
-        device_ids=tuple(d.id for d in flat),
-        hosts=tuple(d.process_index for d in flat),
-    )
-
-
-def full_spec(spec: PartitionSpec, rank: int) -> Spec:
-    """A partition spec as axis names per dimension, ``rank`` of them."""
-    dims: list[tuple[str, ...]] = []
-    for entry in tuple(spec) + (None,) * (rank - len(spec)):
-        if entry is None:
-            dims.append(())
-        elif isinstance(entry, tuple):
-            dims.append(tuple(map(str, entry)))
-        else:
-            dims.append((str(entry),))
-    return tuple(dims)
 
 
 def plain_sharding(target: Any) -> tuple[Any, str | None]:
@@ -58,15 +31,9 @@ def plain_sharding(target: Any) -> tuple[Any, str | None]:
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in target.spec):
         return target, "not_named_sharding"
     kind = target.memory_kind
-    if kind is not None and kind != _default_memory_kind(target.mesh):
+    if kind is not None and kind != default_memory_kind(target.mesh):
         return target, "memory_kind"
     return target, None
-
-
-@functools.lru_cache(maxsize=64)
-def _default_memory_kind(mesh: Mesh) -> str:
-    first: Device = mesh.devices.flat[0]
-    return first.default_memory().kind
 
 
 def check_target(
@@ -129,7 +96,7 @@ def leaf_request(
     if declined is not None:
         return _direct(stored, dtype, declined, text), None
     named: NamedSharding = sharding
-    mesh: Mesh = named.mesh
+    mesh = cast(Mesh, named.mesh)
     request = LeafRequest(
         stored=stored,
         mesh=device_mesh(mesh),

@@ -14,14 +14,13 @@ import signal
 import sys
 from collections.abc import Callable, Generator
 from types import FrameType
-from typing import Annotated, NoReturn, cast
+from typing import Annotated, NoReturn
 
 import rich.console
 import rich.progress
 import typer
 
 from orbax_reshard.errors import OptionsError
-from orbax_reshard.planning.plan import Policy
 from orbax_reshard.tools import demo as demo_tool
 from orbax_reshard.tools import demo_table, launch
 from orbax_reshard.tools.cli import USAGE_STATUS
@@ -91,7 +90,7 @@ def demo(
                 num_processes=processes,
                 devices_per_process=devices_per_process,
                 size_bytes=round(size_mb * _MEGABYTE),
-                policy=cast(Policy, policy.value),
+                policy=policy.value,
                 keep=keep,
                 timeout_seconds=timeout_seconds,
                 on_step=on_step,

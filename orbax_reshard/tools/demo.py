@@ -42,12 +42,17 @@ class Measured:
         amplification: all fetched bytes / stored bytes; 1.0 is perfect.
         collectives: how many of each kind the exchange ran; empty for stock.
         seconds: of the slowest host.
+        compile_seconds: spent compiling on the busiest host, partly behind reads; the
+            same restore again in the same process would compile nothing.
+        reasons: how many leaves were decided for which reason; empty for stock.
     """
 
     fetched_bytes_per_host: tuple[int, ...]
     amplification: float
     collectives: dict[str, int]
     seconds: float
+    compile_seconds: float
+    reasons: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +304,8 @@ def _gather(
             amplification=sum(fetched) / stored_bytes,
             collectives=facts[0]["collectives"],
             seconds=max(fact["seconds"] for fact in facts),
+            compile_seconds=max(fact["compile_seconds"] for fact in facts),
+            reasons=facts[0]["reasons"],
         )
 
     compared = said("compared")

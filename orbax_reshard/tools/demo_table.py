@@ -47,13 +47,19 @@ def show(result: demo.DemoResult, console: rich.console.Console) -> None:
     else:
         num_differences = sum(len(target.differences) for target in result.targets)
         say(f"[red]✗[/] {num_differences} of {num_shards:,} shards differ; see below.")
-    say(
-        "[dim]MB are what each host read from storage, as TensorStore counted. "
+    notes = [
+        "MB are what each host read from storage, as TensorStore counted. "
         "Amplification: their sum / stored.",
         "Seconds say little here: storage is the page cache, and all hosts share this "
-        "machine's processors.[/]",
-        "",
-    )
+        "machine's processors.",
+    ]
+    compiling = [target.planned.compile_seconds for target in result.targets]
+    if any(compiling):
+        listed = ", ".join(f"{seconds:.1f}" for seconds in compiling)
+        notes.append(
+            f"Planned seconds include compiling, once per process: {listed} s."
+        )
+    say(*(f"[dim]{note}[/]" for note in notes), "")
 
 
 def _table(result: demo.DemoResult) -> rich.table.Table:
@@ -83,7 +89,7 @@ def _table(result: demo.DemoResult) -> rich.table.Table:
                 f"[{color}]{way}[/]",
                 _per_host(measured.fetched_bytes_per_host),
                 f"{measured.amplification:.2f}× [{color}]{bar}[/]",
-                _collectives(measured.collectives),
+                _collectives(measured),
                 f"{measured.seconds:.1f}",
                 end_section=way == "planned",
             )
@@ -101,6 +107,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
-def _collectives(counts: dict[str, int]) -> str:
-    """Such as ``3 all-gather, 1 all-to-all``."""
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
+def _collectives(measured: demo.Measured) -> str:
+    """Such as ``3 all-gather, 1 all-to-all``, or why a plan has none."""
+
+    def listed(counts: dict[str, int]) -> list[str]:
+        return [f"{count} {what}" for what, count in counts.items()]
+
+    if measured.collectives:
+        return ", ".join(listed(measured.collectives))
+    if measured.reasons:
+        return "none: " + "\n".join(listed(measured.reasons))
+    return "none"

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from orbax_reshard.planning.plan import Policy
@@ -102,7 +101,7 @@ def _restore(task: Task, abstract: Any, way: str) -> tuple[Any, dict[str, Any]]:
     import orbax.checkpoint as ocp
     from jax.experimental import multihost_utils
 
-    handler, collectives = _handler(task, way)
+    handler = _handler(task, way)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
     args = ocp.args.PyTreeRestore(
         item=abstract,
@@ -117,24 +116,23 @@ def _restore(task: Task, abstract: Any, way: str) -> tuple[Any, dict[str, Any]]:
             "seconds": time.perf_counter() - started,
             "fetched_bytes": bytes_read() - before,
         }
-    return tree, facts | {"collectives": collectives()}
+    # What only the plugin's own report knows; stock has none.
+    report = getattr(handler, "last_report", None)
+    return tree, facts | {
+        "collectives": report.collectives if report else {},
+        "compile_seconds": report.compile_seconds if report else 0.0,
+        "reasons": report.reasons if report else {},
+    }
 
 
-def _handler(task: Task, way: str) -> tuple[Any, Callable[[], dict[str, int]]]:
-    """The array handler of a way, and what tells the collectives that it has run."""
+def _handler(task: Task, way: str) -> Any:
     import orbax.checkpoint as ocp
 
     if way == "stock":
-        return ocp.type_handlers.ArrayHandler(), dict
+        return ocp.type_handlers.ArrayHandler()
     import orbax_reshard as oresh
 
-    handler = oresh.ReshardingArrayHandler(oresh.Options(policy=task.policy))
-
-    def collectives() -> dict[str, int]:
-        report = handler.last_report
-        return {} if report is None else dict(report.collectives)
-
-    return handler, collectives
+    return oresh.ReshardingArrayHandler(oresh.Options(policy=task.policy))
 
 
 def _compare(stock: Any, planned: Any) -> tuple[list[tuple[str, str]], int]:
