@@ -187,7 +187,8 @@ async def _read_leaf(
     if budget.max_bytes is not None:
         limit = min(limit, budget.max_bytes // _PIECES_PER_BUDGET)
     boxes = [block.box[1:] for block in blocks]
-    views = [block.data[slot - block.box[0][0]] for block in blocks]
+    # The ellipsis keeps the views of a scalar leaf views; without it they are copies.
+    views = [block.data[slot - block.box[0][0], ...] for block in blocks]
 
     async def one(piece: Piece) -> None:
         count = piece.num_chunks * chunk_bytes
@@ -223,7 +224,7 @@ async def _read_piece(
     dtype = array.dtype.numpy_dtype
     if len(piece.boxes) == 1 and views[piece.boxes[0]].dtype == dtype:
         box = boxes[piece.boxes[0]]
-        view = views[piece.boxes[0]][local_slices(piece.region, box)]
+        view = views[piece.boxes[0]][(*local_slices(piece.region, box), ...)]
         await ts.array(view).write(array[region].translate_to[(0,) * view.ndim])
         return
     shape = tuple(stop - start for start, stop in piece.region)

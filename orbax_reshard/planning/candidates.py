@@ -164,6 +164,13 @@ def _placements(
         for dim in receivers
     }
     # Dimension 0, always complete, takes what the grid cannot: one owner reads a leaf.
+    # Where shards start on the grid, another cut never makes two hosts read a chunk.
+    on_grid = {
+        dim
+        for dim in receivers
+        if group.shape[dim] // digits.num_parts(group.target[dim])
+        in (group.shape[dim], *range(0, group.shape[dim], group.chunk_shape[dim]))
+    }
     takers = [dim for dim in receivers if dim and room[dim] > 1]
     takers.insert(0 if room[0] > 1 else len(takers), 0)
     across = [p for p in pools if p.cross_host]
@@ -171,12 +178,21 @@ def _placements(
     options = [list(_distribute(p, takers, False)) for p in across]
 
     def fits(placed: Sequence[dict[int, tuple[int, ...]]]) -> bool:
-        for dim in takers:
-            taken = math.prod(digits.num_parts(where.get(dim, ())) for where in placed)
-            # The next digit would have nothing left to split.
-            if dim and taken >= 2 * room[dim]:
-                return False
-        return True
+        taken = {
+            dim: math.prod(digits.num_parts(where.get(dim, ())) for where in placed)
+            for dim in takers
+        }
+        # A digit more than that would have nothing left to split.
+        if any(dim and taken[dim] >= 2 * room[dim] for dim in takers):
+            return False
+        if taken[0] < 2 * room[0]:
+            return True
+        least = min(digits.sizes[x] for where in placed for x in where.get(0, ()))
+        return not any(
+            dim in on_grid and taken[dim] * least < 2 * room[dim]
+            for dim in takers
+            if dim
+        )
 
     placed_across = [p for p in itertools.product(*options) if fits(p)]
     inside_options = [list(_distribute(p, receivers, True)) for p in inside]

@@ -59,6 +59,11 @@ async def resolve_shardings(
     return list(await _deserialize_shardings(infos, args, exists))
 
 
+def given_shardings(args: Sequence[RestoreArgs]) -> list[Any]:
+    """The targets that the args themselves carry, None where they carry none."""
+    return [getattr(arg, "sharding", None) for arg in args]
+
+
 def physical_target(arg: RestoreArgs, sharding: Any) -> tuple[Any, Any, Any]:
     """Shape, dtype and sharding that the stored array is read with.
 

@@ -14,13 +14,10 @@ when it has failed:
 from __future__ import annotations
 
 import asyncio
-import functools
-import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,32 +26,17 @@ from orbax_reshard.engine import metadata as stores
 from orbax_reshard.engine.agreement import Failure, Hosts, agree, first_failure, say
 from orbax_reshard.engine.exchange import PROGRAMS
 from orbax_reshard.engine.meshes import device_mesh
-from orbax_reshard.engine.pipeline import Restore, Target, WaveError, Work
+from orbax_reshard.engine.pipeline import Restore, WaveError, Work
 from orbax_reshard.engine.read import ByteBudget
 from orbax_reshard.engine.report import RestoreReport
 from orbax_reshard.planning.options import Options
-from orbax_reshard.planning.plan import LeafRequest, RestorePlan, build_plan
-from orbax_reshard.planning.profile import HardwareProfile, default_profile
+from orbax_reshard.planning.plan import RestorePlan
 from orbax_reshard.planning.record import Record
 from orbax_reshard.plugin import compat, targets
+from orbax_reshard.plugin.prepare import Prepared, leaf_digest, prepare, read_budget
 from orbax_reshard.plugin.results import build_report, host_word
 
 _LOG = logging.getLogger("orbax_reshard")
-
-# Restores of one model onto a few targets repeat in a process; a plan is small.
-_cached_plan = functools.lru_cache(maxsize=16)(build_plan)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A restore up to its plan, on this host."""
-
-    plan: RestorePlan
-    arrays: Mapping[int, Any]
-    targets: Mapping[int, Target]
-    requests: tuple[LeafRequest, ...]
-    plan_seconds: float
-    metadata_bytes: int
 
 
 class ReshardingArrayHandler(compat.ArrayHandler):
@@ -115,22 +97,29 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         start = time.monotonic()
         if self.options.policy == "direct" or self.has_dispatcher():
             return await self._stock_only(infos, args, start)
-        shardings = await compat.resolve_shardings(infos, args)
-        hosts = self._meeting(shardings)
         compiled_before = PROGRAMS.num_compiled
+        shardings, failed = await self._resolve(infos, args)
+        hosts = self._meeting(shardings)
         prepared: Prepared | None = None
-        failed: Exception | None = None
-        try:
-            prepared = await self.prepare(infos, args, shardings)
-            self.last_plan = prepared.plan
-        except Exception as error:
-            failed = error
+        if failed is None:
+            try:
+                prepared = await prepare(
+                    infos,
+                    args,
+                    shardings,
+                    options=self.options,
+                    metadata_key=self._metadata_key,
+                )
+            except Exception as error:
+                failed = error
         if hosts is not None:
             await self._agree(hosts, prepared, failed)
         if failed is not None:
             raise failed
         assert prepared is not None
-        budget = self._budget(infos)
+        self.last_plan = prepared.plan
+        bound, bound_source = read_budget(self.options, infos)
+        budget = ByteBudget(bound)
         before = stores.fetched_bytes()
         work, results, failed = await self._run(prepared, hosts, budget)
         planned_bytes = stores.fetched_bytes() - before
@@ -155,84 +144,21 @@ class ReshardingArrayHandler(compat.ArrayHandler):
             plan_seconds=prepared.plan_seconds,
             num_compiled=PROGRAMS.num_compiled - compiled_before,
             budget=budget,
-            budget_source=self._budget_source(infos),
+            budget_source=bound_source,
         )
         _LOG.info("%s", self.last_report.summary())
         return [results[i] for i in range(len(infos))]
 
-    async def prepare(
+    async def _resolve(
         self,
         infos: Sequence[compat.ParamInfo],
         args: Sequence[compat.RestoreArgs],
-        shardings: Sequence[Any],
-    ) -> Prepared:
-        """Opens all arrays and plans; reads no array data, talks to no host."""
-        before = stores.fetched_bytes()
-        use_ocdbt = await compat.check_files(infos, self._metadata_key)
-        opened = await stores.open_arrays(
-            [
-                stores.OpenRequest(
-                    name=info.name,
-                    spec=compat.read_spec(
-                        info,
-                        arg,
-                        use_ocdbt=use_ocdbt,
-                        metadata_key=self._metadata_key,
-                    ),
-                    context=info.ts_context,
-                )
-                for info, arg in zip(infos, args, strict=True)
-            ]
-        )
-        described = [
-            stores.describe(info.name, array)
-            for info, array in zip(infos, opened, strict=True)
-        ]
-        described = await stores.sized(described, opened)
-        requests: list[LeafRequest] = []
-        wanted: dict[int, Target] = {}
-        for index, (stored, array, arg, sharding) in enumerate(
-            zip(described, opened, args, shardings, strict=True)
-        ):
-            shape, _, physical = compat.physical_target(arg, sharding)
-            request, target = targets.leaf_request(
-                stored,
-                array,
-                shape=shape,
-                target=physical,
-                strict=getattr(arg, "strict", True),
-            )
-            requests.append(request)
-            if target is not None:
-                wanted[index] = target
-        start = time.monotonic()
-        plan = _cached_plan(
-            tuple(requests),
-            policy=self.options.policy,
-            profile=self._profile(infos, wanted),
-            read_budget_bytes=self._budget_bytes(infos),
-            device_budget_bytes=self.options.device_budget_bytes,
-        )
-        return Prepared(
-            plan=plan,
-            arrays=dict(enumerate(opened)),
-            targets=wanted,
-            requests=tuple(requests),
-            plan_seconds=time.monotonic() - start,
-            metadata_bytes=stores.fetched_bytes() - before,
-        )
-
-    def _profile(
-        self, infos: Sequence[compat.ParamInfo], wanted: Mapping[int, Target]
-    ) -> HardwareProfile:
-        if self.options.profile is not None:
-            return self.options.profile
-        scheme = str(infos[0].parent_dir).partition("://")
-        platforms = [t.devices[0].platform for t in wanted.values()]
-        return default_profile(
-            platform=platforms[0] if platforms else "cpu",
-            scheme=scheme[0] if scheme[1] else "file",
-        )
+    ) -> tuple[Sequence[Any], Exception | None]:
+        """The targets; when that fails here, what tells which hosts take part."""
+        try:
+            return await compat.resolve_shardings(infos, args), None
+        except Exception as error:
+            return compat.given_shardings(args), error
 
     def _meeting(self, shardings: Sequence[Any]) -> Hosts | None:
         """The hosts that take part, or None when this process has no part."""
@@ -268,7 +194,7 @@ class ReshardingArrayHandler(compat.ArrayHandler):
             )
         elif prepared is not None:
             plan_digest = prepared.plan.digest()
-            digests = {r.stored.name: _digest(r) for r in prepared.requests}
+            digests = {r.stored.name: leaf_digest(r) for r in prepared.requests}
         found = await asyncio.to_thread(agree, hosts, digests, plan_digest, failure)
         if found is not None and failed is None:
             raise found.error()
@@ -393,26 +319,6 @@ class ReshardingArrayHandler(compat.ArrayHandler):
             seconds=time.monotonic() - start,
         )
         return arrays
-
-    def _budget_bytes(self, infos: Sequence[compat.ParamInfo]) -> int | None:
-        given = self.options.read_budget_bytes
-        return compat.byte_limit(infos[0]) if given is None else given
-
-    def _budget_source(self, infos: Sequence[compat.ParamInfo]) -> str:
-        if self.options.read_budget_bytes is not None:
-            return "Options.read_budget_bytes"
-        bound = compat.byte_limit(infos[0])
-        return "none" if bound is None else "the checkpoint handler"
-
-    def _budget(self, infos: Sequence[compat.ParamInfo]) -> ByteBudget:
-        return ByteBudget(self._budget_bytes(infos))
-
-
-def _digest(request: LeafRequest) -> str:
-    """What was asked of one leaf, in a few letters."""
-    plain = replace(request.stored, encoded_bytes=None)
-    text = repr((plain, replace(request, stored=plain)))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _bytes_of_host(plan: RestorePlan, host: int) -> int:

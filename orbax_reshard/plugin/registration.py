@@ -15,6 +15,7 @@ from orbax_reshard.planning.options import Options
 from orbax_reshard.planning.plan import RestorePlan
 from orbax_reshard.plugin import compat
 from orbax_reshard.plugin.handler import ReshardingArrayHandler
+from orbax_reshard.plugin.prepare import prepare
 
 
 class Registration:
@@ -87,7 +88,14 @@ class _PlanningHandler(ReshardingArrayHandler):
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
         """Raises the plan instead of reading."""
         shardings = await compat.resolve_shardings(infos, args)
-        raise _PlanMade((await self.prepare(infos, args, shardings)).plan)
+        prepared = await prepare(
+            infos,
+            args,
+            shardings,
+            options=self.options,
+            metadata_key=self._metadata_key,
+        )
+        raise _PlanMade(prepared.plan)
 
 
 def plan_restore(
