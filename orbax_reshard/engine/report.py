@@ -25,6 +25,8 @@ class RestoreReport:
         fetched_bytes_per_host: bytes from storage while array data was read,
             from TensorStore's own counters; hosts in that order.
         needed_bytes: stored bytes of the chunks that were needed.
+        needed_bytes_exact: False when the decoded size of direct leaves stands in,
+            because their chunks are compressed and not in OCDBT.
         forecast: of the planned leaves, from the plan.
         measured: of the planned leaves. Chunk reads are counted by the reader,
             bytes come from TensorStore's counters, collectives from compiled HLO.
@@ -47,6 +49,7 @@ class RestoreReport:
     hosts: tuple[int, ...]
     fetched_bytes_per_host: tuple[int, ...]
     needed_bytes: int
+    needed_bytes_exact: bool
     forecast: Record
     measured: Record
     metadata_bytes: int
@@ -92,6 +95,7 @@ class RestoreReport:
             hosts=(host,),
             fetched_bytes_per_host=(fetched_bytes,),
             needed_bytes=0,
+            needed_bytes_exact=False,
             forecast=Record(),
             measured=Record(),
             metadata_bytes=0,

@@ -24,14 +24,12 @@ REASONS = {
     "irregular_mesh_too_large": "the device order mixes hosts on a very large mesh",
     "not_named_sharding": "the target is no NamedSharding over a concrete mesh",
     "single_device": "the target is one device",
-    "one_host_reads_all": "one process has all devices and its shards share no chunk",
     "custom_layout": "the target asks for a device-local layout",
     "memory_kind": "the target is not in the device's default memory",
     "dtype_not_carried": "collectives do not carry this dtype",
     "shape_differs": "padding or truncation was asked for",
     "empty_array": "the array has no elements",
     "driver_not_planned": "the storage driver is not one that is planned for",
-    "host_not_eligible": "some host cannot take part",
     "dispatcher": "the handler runs through a dispatcher",
 }
 

@@ -137,7 +137,6 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         self.last_report = build_report(
             plan=prepared.plan,
             words=words,
-            here=jax.process_index(),
             work=work,
             metadata_bytes=prepared.metadata_bytes,
             seconds=time.monotonic() - start,
@@ -305,20 +304,56 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         args: Sequence[compat.RestoreArgs],
         start: float,
     ) -> Sequence[jax.Array]:
-        """Stock, whole: no meeting, no plan; the report knows this host only."""
+        """Stock, whole: no meeting; the report covers this host only."""
+        prepared = None if self.has_dispatcher() else await self._described(infos, args)
         before = stores.fetched_bytes()
         arrays = await super().deserialize(infos, args)
         fetched = stores.fetched_bytes() - before
-        reason = "dispatcher" if self.has_dispatcher() else "policy_direct"
-        self.last_plan = None
-        self.last_report = RestoreReport.of_stock(
-            names=[info.name for info in infos],
-            reason=reason,
-            host=jax.process_index(),
-            fetched_bytes=fetched,
-            seconds=time.monotonic() - start,
+        seconds = time.monotonic() - start
+        here = jax.process_index()
+        if prepared is None:
+            reason = "dispatcher" if self.has_dispatcher() else "policy_direct"
+            self.last_plan = None
+            self.last_report = RestoreReport.of_stock(
+                names=[info.name for info in infos],
+                reason=reason,
+                host=here,
+                fetched_bytes=fetched,
+                seconds=seconds,
+            )
+            return arrays
+        self.last_plan = prepared.plan
+        work = Work()
+        self.last_report = build_report(
+            plan=prepared.plan,
+            words={here: host_word(work, 0, fetched)},
+            work=work,
+            metadata_bytes=prepared.metadata_bytes,
+            seconds=seconds,
+            plan_seconds=prepared.plan_seconds,
+            num_compiled=0,
+            budget=ByteBudget(compat.byte_limit(infos[0])),
+            budget_source="stock",
         )
         return arrays
+
+    async def _described(
+        self,
+        infos: Sequence[compat.ParamInfo],
+        args: Sequence[compat.RestoreArgs],
+    ) -> Prepared | None:
+        """What the report of a stock restore compares with; never in its way."""
+        try:
+            return await prepare(
+                infos,
+                args,
+                await compat.resolve_shardings(infos, args),
+                options=self.options,
+                metadata_key=self._metadata_key,
+            )
+        except Exception as error:
+            _LOG.debug("no plan to compare a stock restore with: %s", error)
+            return None
 
 
 def _bytes_of_host(plan: RestorePlan, host: int) -> int:

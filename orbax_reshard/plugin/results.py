@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ def build_report(
     *,
     plan: RestorePlan,
     words: Mapping[int, Mapping[str, Any]],
-    here: int,
     work: Work,
     metadata_bytes: int,
     seconds: float,
@@ -56,13 +55,10 @@ def build_report(
         fetched_bytes_per_host=tuple(
             a + b for a, b in zip(planned, direct, strict=True)
         ),
-        needed_bytes=_needed(
-            [g for g in plan.groups if g.decision == "planned"],
-            sum(planned),
-            measured.chunk_reads,
-        )
-        + _needed(
-            [g for g in plan.groups if g.decision == "direct"], sum(direct), None
+        needed_bytes=_needed(plan.planned, sum(planned), measured.chunk_reads)
+        + sum(g.needed_bytes for g in plan.groups if g.decision == "direct"),
+        needed_bytes_exact=all(
+            g.needed_bytes_exact for g in plan.groups if g.decision == "direct"
         ),
         forecast=plan.forecast,
         measured=measured,
@@ -82,27 +78,16 @@ def build_report(
     )
 
 
-def _needed(
-    groups: list[GroupPlan], fetched_bytes: int, chunk_reads: int | None
-) -> int:
-    """Stored bytes of the chunks that were needed.
+def _needed(groups: Sequence[GroupPlan], fetched_bytes: int, chunk_reads: int) -> int:
+    """Stored bytes of the chunks that the planned groups needed.
 
     Exact where the plan knew the stored sizes. Elsewhere (compressed chunks outside
     OCDBT, where a chunk is a file and is fetched whole) the fetched bytes, divided by
     how often each chunk was read.
     """
-    total = sum(g.needed_bytes for g in groups)
-    exact = all(g.needed_bytes_exact for g in groups)
-    if exact or not groups:
-        return total
-    chunks = sum(g.needed_chunks for g in groups)
-    reads = chunk_reads
-    if reads is None:
-        reads = sum(
-            g.stock.chunk_reads if g.stock is not None else g.needed_chunks
-            for g in groups
-        )
-    return round(fetched_bytes * chunks / reads) if reads else total
+    if all(g.needed_bytes_exact for g in groups) or not chunk_reads:
+        return sum(g.needed_bytes for g in groups)
+    return round(fetched_bytes * sum(g.needed_chunks for g in groups) / chunk_reads)
 
 
 def _measured_leaves(
