@@ -30,7 +30,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from orbax_reshard.engine import relayout
-from orbax_reshard.engine.requests import is_key, key_target, live_request
+from orbax_reshard.engine.requests import live_request
 from orbax_reshard.errors import (
     NoIntermediateShardingError,
     NoIntermediateShardingNeededError,
@@ -252,6 +252,7 @@ def plan_reshard(
         device, ``peak_device_bytes``, and ``full_copies``.
 
     Raises:
+        TargetError: a sharding does not fit its leaf.
         BudgetError: a leaf alone does not fit the budget.
     """
     names, leaves, targets, _ = _flat(tree, shardings)
@@ -284,7 +285,8 @@ def reshard(
         tree: pytree of arrays; typed PRNG keys and numpy arrays are fine.
         shardings: target shardings, a tree like ``tree`` or a prefix of it.
         donate: delete each source array when its wave is done. Without it no array
-            that the caller holds is deleted.
+            that the caller holds is deleted. A leaf whose blocks stay where they are
+            is never deleted: the result has its buffers, as with ``device_put``.
         device_budget_bytes: inclusive bound on a device's bytes in one wave (argument,
             result and what is between); default: ``options.device_budget_bytes``.
         options: where the default budget comes from.
@@ -293,58 +295,18 @@ def reshard(
         A tree like ``tree`` whose leaves have exactly the asked shardings.
 
     Raises:
+        TargetError: a sharding does not fit its leaf; before anything moves.
         BudgetError: a leaf alone does not fit the budget; before anything moves.
     """
     if device_budget_bytes is None and options is not None:
         device_budget_bytes = options.device_budget_bytes
     names, leaves, targets, structure = _flat(tree, shardings)
-    data = [jax.random.key_data(x) if is_key(x) else x for x in leaves]
-    wanted = [
-        key_target(target, x) if is_key(x) else target
-        for x, target in zip(leaves, targets, strict=True)
-    ]
     plan = build_reshard_plan(
-        [live_request(*row) for row in zip(names, data, wanted, strict=True)],
+        [live_request(*row) for row in zip(names, leaves, targets, strict=True)],
         device_budget_bytes=device_budget_bytes,
     )
-    made: dict[int, Any] = {}
-    for group in plan.groups:
-        arrays = [data[i] for i in group.leaves]
-        goals = [wanted[i] for i in group.leaves]
-        if group.decision == "exchange":
-            moved = relayout.run_group(group, arrays, goals, donate=donate)
-        elif group.decision == "relabel":
-            moved = [
-                relayout.relabelled(*pair) for pair in zip(arrays, goals, strict=True)
-            ]
-        else:
-            through = group.decision == "other_devices"
-            moved = [
-                _put(a, g, through, donate) for a, g in zip(arrays, goals, strict=True)
-            ]
-        made.update(zip(group.leaves, moved, strict=True))
-    for index, leaf in enumerate(leaves):
-        if is_key(leaf):
-            made[index] = jax.random.wrap_key_data(
-                made[index], impl=jax.random.key_impl(leaf)
-            )
-    return jax.tree.unflatten(structure, [made[i] for i in range(len(leaves))])
-
-
-def _put(array: Any, target: Sharding, through: bool, donate: bool) -> Any:
-    """Through ``jax.device_put``, to other devices by way of an intermediate."""
-    source = array
-    if through:
-        try:
-            intermediate, _ = find_intermediate_sharding(array.sharding, target)
-            source = relayout.one_replica(reshard(array, intermediate))
-        except NoIntermediateShardingError:
-            pass
-    made = jax.device_put(source, target)
-    if donate and isinstance(array, jax.Array) and made is not array:
-        jax.block_until_ready(made)
-        array.delete()
-    return made
+    made = relayout.run_plan(plan, leaves, targets, donate=donate)
+    return jax.tree.unflatten(structure, made)
 
 
 def _flat(tree: Any, shardings: Any) -> tuple[list[str], list[Any], list[Any], Any]:

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorstore as ts
@@ -37,11 +37,13 @@ class OpenRequest:
         name: the leaf's name, for errors.
         spec: TensorStore JSON spec, cast driver included where a dtype was asked.
         context: the TensorStore context of the restore.
+        stock_reads_gaps: what ``StoredArray`` says of it.
     """
 
     name: str
     spec: dict[str, Any]
     context: ts.Context | None
+    stock_reads_gaps: bool = False
 
 
 async def open_arrays(requests: Sequence[OpenRequest]) -> list[ts.TensorStore]:
@@ -72,17 +74,18 @@ def stored_base(array: ts.TensorStore) -> ts.TensorStore:
     return array
 
 
-def describe(name: str, array: ts.TensorStore) -> StoredArray:
+def describe(request: OpenRequest, array: ts.TensorStore) -> StoredArray:
     """The opened array as a planning value; stored chunk sizes still unknown."""
     base = stored_base(array)
     chunk = base.chunk_layout.read_chunk.shape or ()
     return StoredArray(
-        name=name,
+        name=request.name,
         shape=tuple(base.shape),
         dtype=base.dtype.name,
         dtype_bytes=base.dtype.numpy_dtype.itemsize,
         chunk_shape=tuple(c or s for c, s in zip(chunk, base.shape, strict=True)),
         driver=base.spec().to_json()["driver"],
+        stock_reads_gaps=request.stock_reads_gaps,
     )
 
 
@@ -112,15 +115,7 @@ async def sized(
         if any(size is None for size in sizes):
             return stored
         known = tuple(0 if (s or 0) <= inline else (s or 0) for s in sizes)
-        return StoredArray(
-            name=stored.name,
-            shape=stored.shape,
-            dtype=stored.dtype,
-            dtype_bytes=stored.dtype_bytes,
-            chunk_shape=stored.chunk_shape,
-            driver=stored.driver,
-            encoded_bytes=known,
-        )
+        return replace(stored, encoded_bytes=known)
 
     async def same(stored: StoredArray) -> StoredArray:
         return stored

@@ -104,9 +104,17 @@ def result_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def carried(dtype: np.dtype) -> bool:
-    """Whether a dtype can travel: any that JAX has, and that numpy can view."""
+    """Whether a dtype can travel: any that JAX has, and that numpy can view.
+
+    Types of 1 and 6 bits have no unsigned twin that XLA converts bit by bit.
+    """
+    if dtype.name in ("int1", "uint1") or dtype.name.startswith("float6_"):
+        return False
     if dtype.kind == "c":
         return dtype.itemsize in (8, 16)
+    # XLA cannot cut a byte to one bit, nor to six.
+    if dtype.name in ("int1", "uint1") or dtype.name.startswith("float6_"):
+        return False
     try:
         jnp.dtype(dtype)
     except TypeError:

@@ -25,7 +25,8 @@ class ExchangeCost:
         in_host_bytes: received from devices of the same process.
         cross_host_bytes: received from other processes.
         num_collectives: collectives launched.
-        peak_bytes: the largest of (argument + before + after) over the steps.
+        peak_bytes: the largest of (argument + before + after) over the steps, with
+            the copies that XLA makes around them; a bound that its own figures keep.
         result_bytes: the device's block under the target.
     """
 
@@ -37,7 +38,12 @@ class ExchangeCost:
 
 
 def exchange_cost(
-    steps: Sequence[Step], *, start_bytes: int, result_bytes: int, digits: DigitMesh
+    steps: Sequence[Step],
+    *,
+    start_bytes: int,
+    result_bytes: int,
+    digits: DigitMesh,
+    num_results: int = 1,
 ) -> ExchangeCost:
     """Walks the steps with the size of the local block.
 
@@ -46,11 +52,12 @@ def exchange_cost(
         start_bytes: the block under the intermediate, padding included.
         result_bytes: the block under the target.
         digits: the mesh.
+        num_results: arrays that the result is handed out in, one per leaf.
     """
     block = start_bytes
     in_host = cross_host = collectives = 0
     peak = start_bytes + result_bytes if steps else start_bytes
-    for step in steps:
+    for number, step in enumerate(steps):
         count = math.prod(digits.sizes[d] for d in step.digits)
         inside = math.prod(
             digits.sizes[d] for d in step.digits if not digits.cross_host[d]
@@ -63,12 +70,21 @@ def exchange_cost(
             shared = after // count
             in_host += shared * (inside - 1)
             cross_host += shared * (count - inside)
-        argument = 0 if block == start_bytes else start_bytes
-        peak = max(peak, argument + block + after)
+        if step.kind == "all_to_all":
+            # XLA cuts the block into what it sends and joins what it receives; what
+            # an earlier one has joined is still there, in another order.
+            copies = 3 if collectives == 1 else 4
+            peak = max(peak, start_bytes + copies * block)
+        # The first step has the argument as its block, later ones beside theirs.
+        beside = start_bytes if number else 0
+        peak = max(peak, beside + block + after)
         block = after
     if steps:
-        # The local transpose writes the result beside the last block.
-        peak = max(peak, start_bytes + block + result_bytes)
+        # The local transpose writes the result beside the last block. Where leaves are
+        # cut apart, or padding off, a whole block in the new order comes before that,
+        # and with padding perhaps another that is turned (see `layout.rotated`).
+        ordered = block * (2 if block != result_bytes else num_results > 1)
+        peak = max(peak, start_bytes + block + ordered + result_bytes)
     return ExchangeCost(
         in_host_bytes=in_host,
         cross_host_bytes=cross_host,

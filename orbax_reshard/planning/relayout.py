@@ -13,8 +13,13 @@ collective-permute, which a different device order needs too, and both are the s
 one. After it each dimension only lost a suffix or only gained one, which is
 ``layout``'s family: slices, all-to-alls, then gathers.
 
-What has no such form: meshes whose axis sizes cut the devices at places that do not
-divide (2 x 3 against 3 x 2), or a dimension cut by 2 first here and by 3 first there.
+Slices come first, before the permutation, so that less travels: a device cuts out what
+the device that it sends to will need.
+
+What has no such form: specs whose axes cut the devices at places that do not divide
+(P('x', 'y') on 2 x 3 against 3 x 2), or a dimension cut by 2 first here and by 3 first
+there. Axes that follow each other in mesh and spec, or that nobody uses, count as one:
+P(('x', 'y'), None) on 2 x 3 and P(None, ('x', 'y')) on 3 x 2 do have common digits.
 """
 
 from __future__ import annotations
@@ -39,15 +44,65 @@ class Relayout:
     Attributes:
         digits: the target's devices in digits fine enough for both meshes.
         permutation: pairs of positions ``(from, to)`` in target device order that
-            whole blocks travel first; empty when all stay.
-        intermediate: the source, after the permutation; dimension 0 counts leaves.
-        steps: the moves behind the permutation.
+            blocks travel, after the slices and before the other steps; empty when
+            all stay.
+        intermediate: the source, as if permuted; dimension 0 counts leaves.
+        steps: the moves, slices first.
     """
 
     digits: DigitMesh
     permutation: tuple[tuple[int, int], ...]
     intermediate: Intermediate
     steps: tuple[Step, ...]
+
+    @property
+    def slices(self) -> tuple[Step, ...]:
+        """The steps without traffic, with which every plan begins."""
+        return tuple(step for step in self.steps if step.kind == "slice")
+
+
+def same_blocks(
+    *,
+    source_mesh: DeviceMesh,
+    source_spec: Spec,
+    target_mesh: DeviceMesh,
+    target_spec: Spec,
+) -> bool:
+    """Whether every device holds its target block already, whatever the meshes.
+
+    >>> one, other = (
+    ...     DeviceMesh(axis_names=("x", "y"), axis_sizes=sizes,
+    ...                device_ids=tuple(range(6)), hosts=(0,) * 6)
+    ...     for sizes in ((2, 3), (3, 2)))
+    >>> spec = (("x", "y"),)
+    >>> same_blocks(source_mesh=one, source_spec=spec,
+    ...             target_mesh=other, target_spec=spec)
+    True
+    """
+    if sorted(source_mesh.device_ids) != sorted(target_mesh.device_ids):
+        return False
+    source, target = (
+        _blocks(mesh, spec)
+        for mesh, spec in ((source_mesh, source_spec), (target_mesh, target_spec))
+    )
+    return all(
+        counts == asked and np.array_equal(parts, wanted)
+        for (counts, parts), (asked, wanted) in zip(source, target, strict=True)
+    )
+
+
+def _blocks(mesh: DeviceMesh, spec: Spec) -> list[tuple[int, np.ndarray]]:
+    """Per dimension the number of parts, and the part of each device by its id."""
+    sizes = mesh.axis_sizes or (1,)
+    coords = np.unravel_index(np.argsort(mesh.device_ids), sizes)
+    found: list[tuple[int, np.ndarray]] = []
+    for axes in spec:
+        count, part = 1, np.zeros(mesh.num_devices, np.int64)
+        for axis in map(mesh.axis_names.index, axes):
+            count *= sizes[axis]
+            part = part * sizes[axis] + coords[axis]
+        found.append((count, part))
+    return found
 
 
 def plan_relayout(
@@ -71,6 +126,8 @@ def plan_relayout(
     Returns:
         The plan, or None when the two have no common digits.
     """
+    source_mesh, source_spec = _merged(source_mesh, source_spec)
+    target_mesh, target_spec = _merged(target_mesh, target_spec)
     digits = _common_digits(source_mesh, target_mesh)
     if digits is None:
         return None
@@ -99,6 +156,38 @@ def plan_relayout(
         permutation=() if all(a == b for a, b in moved) else moved,
         intermediate=intermediate,
         steps=intermediate.steps(digits),
+    )
+
+
+def _merged(mesh: DeviceMesh, spec: Spec) -> tuple[DeviceMesh, Spec]:
+    """Mesh and spec with neighbouring axes that act as one made one, none of size 1."""
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    dims = [[axis for axis in axes if sizes[axis] > 1] for axes in spec]
+    follows = {b: a for axes in dims for a, b in itertools.pairwise(axes)}
+    used = set(itertools.chain.from_iterable(dims))
+    names: list[str] = []
+    counts: list[int] = []
+    before: str | None = None
+    joined: set[str] = set()
+    for axis in mesh.axis_names:
+        if sizes[axis] == 1:
+            continue
+        idle = before is not None and not used & {before, axis}
+        if before is not None and (idle or follows.get(axis) == before):
+            counts[-1] *= sizes[axis]
+            joined.add(axis)
+        else:
+            names.append(axis)
+            counts.append(sizes[axis])
+        before = axis
+    merged = DeviceMesh(
+        axis_names=tuple(names),
+        axis_sizes=tuple(counts),
+        device_ids=mesh.device_ids,
+        hosts=mesh.hosts,
+    )
+    return merged, tuple(
+        tuple(axis for axis in axes if axis not in joined) for axes in dims
     )
 
 

@@ -1,27 +1,42 @@
 """The plan of resharding live arrays: a value with a forecast, like a restore's.
 
-Leaves of one signature travel together, in waves that stay below the budget:
+Leaves of one signature travel together, in waves that stay below the budget. Waves run
+one after the other, so that the bound on a wave bounds the whole:
 
-    peak of a wave = leaves in it x (argument + before + after) of the widest step
+    group 0: leaves 0 1 2 | 3 4 5       group 1: leaf 6 | leaf 7
+             argument + result + temporaries of one wave <= device_budget_bytes
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from orbax_reshard.errors import BudgetError
+from orbax_reshard.planning import reshard_text
 from orbax_reshard.planning.boxes import ceil_div
-from orbax_reshard.planning.cost import ExchangeCost, exchange_cost
+from orbax_reshard.planning.cost import ExchangeCost
 from orbax_reshard.planning.digits import DeviceMesh
-from orbax_reshard.planning.explain import bytes_text, record_dict, spec_text
-from orbax_reshard.planning.layout import block_bytes
+from orbax_reshard.planning.explain import spec_text
 from orbax_reshard.planning.record import Record
-from orbax_reshard.planning.relayout import Relayout, Spec, plan_relayout
+from orbax_reshard.planning.relayout import (
+    Relayout,
+    Spec,
+    plan_relayout,
+    same_blocks,
+)
+from orbax_reshard.planning.relayout_cost import relayout_cost
+from orbax_reshard.planning.splits import (
+    MeshAxis,
+    direct_reason,
+    plan_splits,
+    shard_counts,
+)
 
 Decision = Literal["exchange", "relabel", "other_devices", "device_put"]
 
@@ -31,16 +46,6 @@ DEFAULT_WAVE_BYTES = 16 * 2**20
 MAX_WAVE_LEAVES = 64
 
 _cached_relayout = functools.lru_cache(maxsize=4096)(plan_relayout)
-
-REASONS = {
-    "digits": "blocks move by slices, all-to-alls and all-gathers",
-    "same_blocks": "every device already holds its target block",
-    "other_devices": "the target is on other devices: merge there, move one replica",
-    "no_common_digits": "the two meshes cut the devices at places that do not divide",
-    "not_named_sharding": "source or target is no NamedSharding over a concrete mesh",
-    "host_array": "the leaf is not on devices yet",
-    "memory_kind": "source or target is not in the device's default memory",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +57,13 @@ class ReshardRequest:
         shape: elements per dimension.
         dtype: dtype name.
         dtype_bytes: bytes of an element on the device, at least 1.
+        source_block_bytes: what a device holds; 0 when the leaf is on none.
+        target_block_bytes: what a device is to hold; 0 when not known.
+        platform: backend of the devices, because device ids are unique only there.
         source_mesh: where it is; None when ``declined``.
-        source_spec: mesh axes per dimension.
+        source_spec: mesh axes per dimension, where they are known.
         target_mesh: where it goes; None when ``declined``.
-        target_spec: mesh axes per dimension.
+        target_spec: mesh axes per dimension, where they are known.
         declined: reason code for going through ``jax.device_put``, or None.
     """
 
@@ -68,6 +76,9 @@ class ReshardRequest:
     target_mesh: DeviceMesh | None
     target_spec: Spec
     declined: str | None = None
+    source_block_bytes: int = 0
+    target_block_bytes: int = 0
+    platform: str = ""
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -75,6 +86,7 @@ class ReshardRequest:
         return (
             *(self.shape, self.dtype, self.dtype_bytes, self.source_mesh),
             *(self.source_spec, self.target_mesh, self.target_spec, self.declined),
+            *(self.source_block_bytes, self.target_block_bytes, self.platform),
         )
 
 
@@ -85,13 +97,15 @@ class ReshardGroup:
     Attributes:
         leaves: their indices, ascending.
         decision: how they move.
-        reason: why, a key of ``REASONS``.
+        reason: why, a key of ``reshard_text.REASONS``.
         wave_size: leaves per wave.
-        relayout: the exchange of one wave; None unless the decision needs one.
-        cost: what one device does in one wave; None when ``device_put`` decides.
+        relayout: the exchange of one wave; with ``"other_devices"`` the one that
+            merges shards on the source's devices; None where nothing is exchanged.
+        cost: what one device does in ``relayout``.
         full_copy: True when a device may hold a whole leaf on the way although its
             target does not ask for one.
-        peak_device_bytes: bound on a device's bytes during a wave.
+        peak_device_bytes: inclusive bound on a device's bytes during a wave: argument,
+            result and temporaries.
     """
 
     leaves: tuple[int, ...]
@@ -147,17 +161,11 @@ class ReshardPlan:
 
     def explain(self) -> str:
         """The plan in words, a block per group; for people."""
-        return "\n".join(_lines(self))
+        return reshard_text.explain(self)
 
     def to_json(self) -> str:
         """The plan as JSON with sorted keys; equal plans give equal text."""
-        plain = {
-            "forecast": record_dict(self.forecast),
-            "peak_device_bytes": self.peak_device_bytes,
-            "full_copies": list(self.full_copies),
-            "groups": [_group_dict(self, group) for group in self.groups],
-        }
-        return json.dumps(plain, sort_keys=True)
+        return json.dumps(reshard_text.as_dict(self), sort_keys=True)
 
 
 def build_reshard_plan(
@@ -185,8 +193,8 @@ def build_reshard_plan(
         for _ in group.waves:
             collectives.update(group.collectives)
         if group.cost is not None:
-            one = group.cost.in_host_bytes + group.cost.cross_host_bytes
-            received += one * len(group.leaves)
+            wave = group.cost.in_host_bytes + group.cost.cross_host_bytes
+            received += wave * len(group.waves)
     return ReshardPlan(
         leaves=tuple(requests),
         groups=groups,
@@ -201,62 +209,91 @@ def build_reshard_plan(
 def _plan_group(
     request: ReshardRequest, leaves: tuple[int, ...], budget: int | None
 ) -> ReshardGroup:
-    """Decides for one signature; costs are per leaf until the wave is sized."""
-    one = _single(request)
-    peak = one.peak_device_bytes
-    if budget is not None and peak > budget:
+    """Decides for one signature, and sizes its waves."""
+    one = replace(_single(request), leaves=leaves)
+    if budget is not None and one.peak_device_bytes > budget:
         raise BudgetError(
             f"leaf {request.name!r} ({request.dtype}{list(request.shape)}) needs "
-            f"{peak} bytes on a device to reach {spec_text(request.target_spec)}, but "
-            f"device_budget_bytes is {budget}. Raise the budget, or choose a target "
-            f"with more shards.",
+            f"{one.peak_device_bytes} bytes on a device to reach "
+            f"{spec_text(request.target_spec)}, but device_budget_bytes is {budget}. "
+            f"Raise the budget, or choose a target with more shards.",
             code="device_budget",
         )
-    size = 1
-    if one.decision == "exchange":
-        room = DEFAULT_WAVE_BYTES if budget is None else min(budget, DEFAULT_WAVE_BYTES)
-        size = max(1, min(len(leaves), room // max(1, peak), MAX_WAVE_LEAVES))
-        size = ceil_div(len(leaves), ceil_div(len(leaves), size))
-    relayout = one.relayout
-    if relayout is not None:
-        relayout = _cached_relayout(
-            shape=(size, *request.shape),
-            source_mesh=request.source_mesh,
-            source_spec=request.source_spec,
-            target_mesh=request.target_mesh,
-            target_spec=request.target_spec,
-        )
-    return replace(
-        one,
-        leaves=leaves,
-        wave_size=size,
-        relayout=relayout,
-        peak_device_bytes=peak * size,
-    )
+    if one.decision != "exchange" or len(leaves) == 1:
+        return one
+    # From two leaves on, a wave's bytes are proportional to their number.
+    room = DEFAULT_WAVE_BYTES if budget is None else min(budget, DEFAULT_WAVE_BYTES)
+    pair = _wave(request, 2)
+    size = min(len(leaves), 2 * room // pair.peak_device_bytes, MAX_WAVE_LEAVES)
+    if size < 2:
+        return one
+    # Waves of one size, because a group has one program; the last may be short.
+    size = ceil_div(len(leaves), ceil_div(len(leaves), size))
+    return replace(_wave(request, size), leaves=leaves)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_single(request: ReshardRequest) -> ReshardGroup:
+    """The decision and the cost of one leaf alone."""
+    source, target = request.source_mesh, request.target_mesh
+    if request.declined is not None or source is None or target is None:
+        return _put(request, "device_put", request.declined or "not_named_sharding")
+    if set(source.device_ids) != set(target.device_ids):
+        return _through_intermediate(request, source, target)
+    if same_blocks(
+        source_mesh=source,
+        source_spec=request.source_spec,
+        target_mesh=target,
+        target_spec=request.target_spec,
+    ):
+        # Nothing is written: the result has the source's buffers.
+        return replace(_put(request, "relabel", "same_blocks"), peak_device_bytes=0)
+    if _relayout(request, 1) is not None:
+        return _wave(request, 1)
+    # XLA's last resort replicates the array and cuts it again. Measured for 2 x 3
+    # against 3 x 2: argument, result and one full copy; a second for what we have not
+    # seen.
+    made = _put(request, "device_put", "no_common_digits")
+    whole = request.dtype_bytes * math.prod(request.shape)
+    peak = made.peak_device_bytes + 2 * whole
+    return replace(made, full_copy=True, peak_device_bytes=peak)
 
 
 def _single(request: ReshardRequest) -> ReshardGroup:
-    """The decision and the cost of one leaf alone."""
-    source, target = request.source_mesh, request.target_mesh
-    whole = request.dtype_bytes
-    for extent in request.shape:
-        whole *= extent
-    decision: Decision = "device_put"
-    reason = request.declined or "no_common_digits"
-    if request.declined is None and source is not None and target is not None:
-        if set(source.device_ids) != set(target.device_ids):
-            decision, reason = "other_devices", "other_devices"
-        else:
-            relayout = _cached_relayout(
-                shape=(1, *request.shape),
-                source_mesh=source,
-                source_spec=request.source_spec,
-                target_mesh=target,
-                target_spec=request.target_spec,
-            )
-            if relayout is not None:
-                return _exchange_group(request, relayout)
-    on_device = request.declined is None
+    """The decision and the cost of one leaf alone; leaves of one signature share it."""
+    return _cached_single(replace(request, name=""))
+
+
+def _relayout(request: ReshardRequest, num_leaves: int) -> Relayout | None:
+    assert request.source_mesh is not None and request.target_mesh is not None
+    return _cached_relayout(
+        shape=(num_leaves, *request.shape),
+        source_mesh=request.source_mesh,
+        source_spec=request.source_spec,
+        target_mesh=request.target_mesh,
+        target_spec=request.target_spec,
+    )
+
+
+def _wave(request: ReshardRequest, num_leaves: int) -> ReshardGroup:
+    """A wave of the exchange, of leaves that have common digits."""
+    relayout = _relayout(request, num_leaves)
+    assert relayout is not None
+    cost = relayout_cost(relayout, element_bytes=request.dtype_bytes)
+    return ReshardGroup(
+        leaves=(0,),
+        decision="exchange",
+        reason="digits",
+        wave_size=num_leaves,
+        relayout=relayout,
+        cost=cost,
+        full_copy=False,
+        peak_device_bytes=cost.peak_bytes,
+    )
+
+
+def _put(request: ReshardRequest, decision: Decision, reason: str) -> ReshardGroup:
+    """One leaf that goes without an exchange; source and target may share a device."""
     return ReshardGroup(
         leaves=(0,),
         decision=decision,
@@ -264,88 +301,49 @@ def _single(request: ReshardRequest) -> ReshardGroup:
         wave_size=1,
         relayout=None,
         cost=None,
-        full_copy=reason == "no_common_digits",
-        # What XLA or a transfer between devices does is not ours to know: a full
-        # copy beside the shards is the most it takes.
-        peak_device_bytes=whole if on_device else 0,
-    )
-
-
-def _exchange_group(request: ReshardRequest, relayout: Relayout) -> ReshardGroup:
-    moves = bool(relayout.permutation or relayout.steps)
-    start = block_bytes(relayout.intermediate, request.dtype_bytes)
-    result = request.dtype_bytes
-    for extent, run in zip(
-        relayout.intermediate.shape, relayout.intermediate.target, strict=True
-    ):
-        result *= extent // relayout.digits.num_parts(run)
-    cost = exchange_cost(
-        relayout.steps,
-        start_bytes=start,
-        result_bytes=result,
-        digits=relayout.digits,
-    )
-    if relayout.permutation:
-        # The permuted block stands beside the argument in every later step.
-        cost = replace(
-            cost,
-            cross_host_bytes=cost.cross_host_bytes + start,
-            num_collectives=cost.num_collectives + 1,
-            peak_bytes=max(2 * start + result, cost.peak_bytes + start),
-        )
-    return ReshardGroup(
-        leaves=(0,),
-        decision="exchange" if moves else "relabel",
-        reason="digits" if moves else "same_blocks",
-        wave_size=1,
-        relayout=relayout if moves else None,
-        cost=cost if moves else None,
         full_copy=False,
-        peak_device_bytes=cost.peak_bytes if moves else 0,
+        peak_device_bytes=request.source_block_bytes + request.target_block_bytes,
     )
 
 
-def _group_dict(plan: ReshardPlan, group: ReshardGroup) -> dict[str, Any]:
-    first = plan.leaves[group.leaves[0]]
-    return {
-        "leaves": [plan.leaves[i].name for i in group.leaves],
-        "shape": list(first.shape),
-        "dtype": first.dtype,
-        "source": spec_text(first.source_spec),
-        "target": spec_text(first.target_spec),
-        "decision": group.decision,
-        "reason": group.reason,
-        "wave_size": group.wave_size,
-        "collectives": group.collectives,
-        "cost": None if group.cost is None else asdict(group.cost),
-        "full_copy": group.full_copy,
-        "peak_device_bytes": group.peak_device_bytes,
-    }
-
-
-def _lines(plan: ReshardPlan) -> Iterator[str]:
-    moved = ", ".join(f"{n} {kind}" for kind, n in plan.forecast.collectives)
-    yield (
-        f"Reshard plan, {len(plan.leaves)} leaves in {len(plan.groups)} group(s): "
-        f"{moved or 'no collectives'}; a device receives "
-        f"{bytes_text(plan.forecast.received_bytes_per_device)}, peak "
-        f"{bytes_text(plan.peak_device_bytes)} per device and wave."
+def _through_intermediate(
+    request: ReshardRequest, source: DeviceMesh, target: DeviceMesh
+) -> ReshardGroup:
+    """To other devices: shards are merged where they are, then one replica moves."""
+    made = _put(request, "other_devices", "other_devices")
+    axes, asked = (
+        tuple(
+            MeshAxis(name=name, size=size)
+            for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+        )
+        for mesh in (source, target)
     )
-    if plan.full_copies:
-        yield f"A device may hold a full copy of: {', '.join(plan.full_copies)}"
-    for number, group in enumerate(plan.groups):
-        first = plan.leaves[group.leaves[0]]
-        more = f" and {len(group.leaves) - 1} more" if len(group.leaves) > 1 else ""
-        found = ", ".join(f"{n} {kind}" for kind, n in group.collectives.items())
-        yield ""
-        yield f"[{number}] {first.name}{more}: {first.dtype}{list(first.shape)}"
-        yield f"    decision      {group.decision}: {REASONS[group.reason]}"
-        yield (
-            f"    layout        {spec_text(first.source_spec)} to "
-            f"{spec_text(first.target_spec)}"
-        )
-        yield f"    collectives   {found or 'none'} per wave"
-        yield (
-            f"    waves         {len(group.waves)} of {group.wave_size}, peak "
-            f"{bytes_text(group.peak_device_bytes)} per device"
-        )
+    counts = shard_counts(asked, request.target_spec)
+    if direct_reason(shard_counts(axes, request.source_spec), counts) is not None:
+        return made
+    plan = plan_splits(axes, request.source_spec, counts)
+    relayout = _cached_relayout(
+        shape=(1, *request.shape),
+        source_mesh=source,
+        source_spec=request.source_spec,
+        target_mesh=DeviceMesh(
+            axis_names=tuple(axis.name for axis in plan.axes),
+            axis_sizes=tuple(axis.size for axis in plan.axes),
+            device_ids=source.device_ids,
+            hosts=source.hosts,
+        ),
+        target_spec=plan.dims,
+    )
+    if relayout is None:
+        return made
+    cost = relayout_cost(relayout, element_bytes=request.dtype_bytes)
+    # A device of both meshes holds source, intermediate and, at the end, target.
+    shared = set(source.device_ids) & set(target.device_ids)
+    after = request.source_block_bytes + cost.result_bytes
+    after += request.target_block_bytes if shared else 0
+    return replace(
+        made,
+        relayout=relayout,
+        cost=cost,
+        peak_device_bytes=max(cost.peak_bytes, after, request.target_block_bytes),
+    )

@@ -29,6 +29,8 @@ class StoredArray:
         encoded_bytes: stored size of every chunk in row-major order of the grid, or
             None where it cannot be known without reading. With it, the forecast of
             fetched bytes is exact for compressed chunks too.
+        stock_reads_gaps: True where stock joins reads over gaps between a host's
+            chunks and fetches the gaps too (remote OCDBT).
 
     >>> a = StoredArray(name="w", shape=(10, 8), dtype="float32", dtype_bytes=4,
     ...                 chunk_shape=(4, 8), driver="zarr3")
@@ -43,6 +45,7 @@ class StoredArray:
     chunk_shape: tuple[int, ...]
     driver: str
     encoded_bytes: tuple[int, ...] | None = None
+    stock_reads_gaps: bool = False
 
     def __post_init__(self) -> None:
         """Checks ranks and extents once, so that nobody else has to."""

@@ -89,8 +89,12 @@ async def check_files(infos: Sequence[ParamInfo], metadata_key: str | None) -> b
 
 def read_spec(
     info: ParamInfo, arg: RestoreArgs, *, use_ocdbt: bool, metadata_key: str | None
-) -> dict[str, Any]:
-    """Orbax's own spec for reading an array, with this package's read coalescing."""
+) -> tuple[dict[str, Any], bool]:
+    """Orbax's own spec for reading an array, with this package's read coalescing.
+
+    Returns:
+        The spec, and whether stock would have joined reads over large gaps.
+    """
     spec = _ts_utils.build_array_read_spec(
         info,
         use_ocdbt=use_ocdbt,
@@ -102,11 +106,11 @@ def read_spec(
     while "base" in inner and "kvstore" not in inner:
         inner = inner["base"]
     store = inner["kvstore"]
-    if "experimental_read_coalescing_threshold_bytes" in store:
-        store["experimental_read_coalescing_threshold_bytes"] = (
-            READ_COALESCING_GAP_BYTES
-        )
-    return spec
+    gap = "experimental_read_coalescing_threshold_bytes"
+    joins = store.get(gap, 0) > READ_COALESCING_GAP_BYTES
+    if joins:
+        store[gap] = READ_COALESCING_GAP_BYTES
+    return spec, joins
 
 
 async def wrap_keys(

@@ -12,7 +12,8 @@ from typing import Any
 from orbax_reshard.engine import metadata as stores
 from orbax_reshard.engine.pipeline import Target
 from orbax_reshard.planning.options import Options
-from orbax_reshard.planning.plan import LeafRequest, RestorePlan, build_plan
+from orbax_reshard.planning.plan import LeafRequest, RestorePlan
+from orbax_reshard.planning.planner import build_plan
 from orbax_reshard.planning.profile import HardwareProfile, default_profile
 from orbax_reshard.plugin import compat, targets
 
@@ -64,24 +65,23 @@ async def prepare(
     """
     before = stores.fetched_bytes()
     use_ocdbt = await compat.check_files(infos, metadata_key)
-    opened = await stores.open_arrays(
-        [
+    to_open: list[stores.OpenRequest] = []
+    for info, arg in zip(infos, args, strict=True):
+        spec, joins = compat.read_spec(
+            info, arg, use_ocdbt=use_ocdbt, metadata_key=metadata_key
+        )
+        to_open.append(
             stores.OpenRequest(
                 name=info.name,
-                spec=compat.read_spec(
-                    info,
-                    arg,
-                    use_ocdbt=use_ocdbt,
-                    metadata_key=metadata_key,
-                ),
+                spec=spec,
                 context=info.ts_context,
+                stock_reads_gaps=joins,
             )
-            for info, arg in zip(infos, args, strict=True)
-        ]
-    )
+        )
+    opened = await stores.open_arrays(to_open)
     described = [
-        stores.describe(info.name, array)
-        for info, array in zip(infos, opened, strict=True)
+        stores.describe(request, array)
+        for request, array in zip(to_open, opened, strict=True)
     ]
     described = await stores.sized(described, opened)
     requests: list[LeafRequest] = []

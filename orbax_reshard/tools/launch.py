@@ -53,6 +53,9 @@ _INITIALIZATION_TIMEOUT_SECONDS = 120
 # At exit the processes wait for each other for this long (JAX's default is 300 s).
 _SHUTDOWN_TIMEOUT_SECONDS = 60
 
+# Every child's program runs inside of this one.
+_CHILD_MAIN = str(pathlib.Path(__file__).with_name("child_main.py"))
+
 # Two threads of a child may have something to say; a long message takes many writes.
 _EMIT_LOCK = threading.Lock()
 
@@ -71,6 +74,8 @@ def run_cluster(
     cwd: str | os.PathLike[str] | None = None,
     on_line: Callable[[int, str], None] | None = None,
     on_message: Callable[[int, Any], None] | None = None,
+    wrap: Callable[[int], Sequence[str]] | None = None,
+    coordinator_host: str = "127.0.0.1",
 ) -> tuple[ProcessResult, ...]:
     r"""Runs one Python program as ``num_processes`` JAX processes, to the end.
 
@@ -89,16 +94,22 @@ def run_cluster(
         on_line: called as ``on_line(process_index, line)`` for each line on standard
             output, from this thread.
         on_message: called as ``on_message(process_index, value)`` for each `emit`.
+        wrap: gives, per process index, words to put in front of the command: a program
+            with an absolute path that runs its remaining arguments, in a network
+            namespace for example.
+        coordinator_host: address of process 0, as the processes see it.
 
     Returns:
         One `ProcessResult` per process, by process index. A failure is a result here;
         `raise_for_failure` makes an exception of it.
 
     Raises:
-        ValueError: a count or the time limit is not positive.
+        ValueError: a count or the time limit is not positive, or the arguments begin
+            with an option of the interpreter.
         OSError: the interpreter could not be started.
 
-    When one process fails, the others have ten seconds to say what they know.
+    When one process fails, the others have ten seconds to say what they know. How a
+    child ends is in `child_main`; in short: exit functions run, destructors do not.
 
     Example:
         >>> program = '''
@@ -120,20 +131,27 @@ def run_cluster(
         if value <= 0:
             raise ValueError(f"{name} is {value}, but must be greater than 0.")
 
-    command = (sys.executable, *python_arguments)
+    if python_arguments[0].startswith("-") and python_arguments[0] not in ("-c", "-m"):
+        raise ValueError(
+            f"python_arguments begin with {python_arguments[0]}, but must begin with "
+            "-c, -m or the path of a script."
+        )
+
+    command = (sys.executable, _CHILD_MAIN, *python_arguments)
     started = time.monotonic()
     children: list[supervised.Child] = []
     with _reserved_port() as port, selectors.DefaultSelector() as selector:
         try:
             for index in range(num_processes):
                 place = {
-                    COORDINATOR_VARIABLE: f"127.0.0.1:{port}",
+                    COORDINATOR_VARIABLE: f"{coordinator_host}:{port}",
                     NUM_PROCESSES_VARIABLE: str(num_processes),
                     PROCESS_ID_VARIABLE: str(index),
                 }
                 child_env = child_environment(devices_per_process) | place
                 child_env.update(env or {})
-                child = supervised.Child(index, command, child_env, cwd)
+                front = tuple(wrap(index)) if wrap is not None else ()
+                child = supervised.Child(index, (*front, *command), child_env, cwd)
                 children.append(child)
                 child.listen(selector, on_line, on_message)
             supervised.wait(children, selector, started + timeout_seconds)

@@ -1,0 +1,1 @@
+"""Measured restores: slow storage, several hosts, stock and planned in one run."""
