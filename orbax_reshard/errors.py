@@ -29,8 +29,11 @@ class TargetError(ReshardError, ValueError):
     """The asked target cannot hold the stored array; found before any array is read."""
 
 
-class CheckpointError(ReshardError, FileNotFoundError):
-    """The path is no checkpoint, or a leaf that was asked for is not in it."""
+class CheckpointError(ReshardError, FileNotFoundError, ValueError):
+    """The path is no checkpoint, or a leaf that was asked for is not in it.
+
+    Stock raises ``FileNotFoundError`` for the first and ``ValueError`` for the second.
+    """
 
 
 class BudgetError(ReshardError, ValueError):

@@ -227,6 +227,8 @@ def agree(
     leaf_digests: Mapping[str, str],
     plan_digest: str,
     failure: Failure | None = None,
+    *,
+    folder: str = "",
 ) -> Failure | None:
     """Makes sure that all hosts are about to do the same.
 
@@ -235,6 +237,8 @@ def agree(
         leaf_digests: per leaf name a digest of what was asked of it, in order.
         plan_digest: digest of the plan made from that.
         failure: why this host could not plan, or None.
+        folder: the checkpoint that this host reads. Hosts that share the reads of two
+            checkpoints of one structure (two steps, say) would mix them unseen.
 
     Returns:
         The first failure among the hosts, or None when all agree.
@@ -243,11 +247,19 @@ def agree(
         PlanMismatchError: the same on every host; names the first differing leaf.
         RestoreTimeoutError: a host did not come.
     """
-    words = hosts.meet("agree", say(failure, {"plan": plan_digest}))
+    words = hosts.meet("agree", say(failure, {"plan": plan_digest, "folder": folder}))
     hosts.forget_previous()
     found = first_failure(words)
     if found is not None:
         return found
+    folders = {host: json.loads(word)["folder"] for host, word in words.items()}
+    if len(set(folders.values())) > 1:
+        raise PlanMismatchError(
+            "the hosts do not restore one checkpoint: "
+            + "; ".join(f"host {host}: {text!r}" for host, text in folders.items())
+            + ". Every process must pass the same path and step.",
+            code="path_mismatch",
+        )
     if len({json.loads(word)["plan"] for word in words.values()}) == 1:
         return None
     lists = hosts.meet(

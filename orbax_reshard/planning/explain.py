@@ -19,6 +19,7 @@ REASONS = {
     "faster": "read once and exchange: forecast to be faster",
     "already_read_once": "the target's shards already read every chunk once",
     "reads_no_gaps": "the same chunks as stock, without the gaps that stock reads",
+    "not_fewer_bytes": "no exchange fetches fewer bytes than reading directly",
     "not_faster": "reading directly is forecast to be as fast",
     "policy_direct": "the policy asks for stock reads",
     "device_budget": "no exchange fits the device budget",

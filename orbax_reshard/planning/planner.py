@@ -192,13 +192,13 @@ def _plan_group(
         return dataclasses.replace(declined, reason="device_budget")
     wave, best = found
     steps = best.intermediate.steps(digits)
-    reads_once = sum(direct.box_chunks) * wave.shape[0] <= best.total_chunks
     if policy == "read_once":
-        keeps, reason = reads_once, "reads_once"
+        keeps = sum(direct.box_chunks) * wave.shape[0] <= best.total_chunks
+        reason = "not_fewer_bytes" if keeps else "reads_once"
     else:
         keeps = not _is_faster(best, wave, len(leaves), bool(steps), digits, profile)
         reason = "not_faster" if keeps else "faster"
-    if reads_once:
+    if keeps and sum(direct.box_chunks) == stored.num_chunks:
         reason = "already_read_once"
     if keeps and stored.stock_reads_gaps and _has_gaps(direct, stored.num_chunks):
         # The same chunks as stock, by this reader: nothing is exchanged, and the gaps

@@ -113,7 +113,7 @@ class ReshardingArrayHandler(compat.ArrayHandler):
             except Exception as error:
                 failed = error
         if hosts is not None:
-            await self._agree(hosts, prepared, failed)
+            await self._agree(hosts, prepared, failed, str(infos[0].parent_dir))
         if failed is not None:
             raise failed
         assert prepared is not None
@@ -178,7 +178,11 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         )
 
     async def _agree(
-        self, hosts: Hosts, prepared: Prepared | None, failed: Exception | None
+        self,
+        hosts: Hosts,
+        prepared: Prepared | None,
+        failed: Exception | None,
+        folder: str,
     ) -> None:
         """Meets before anything is read; raises alike on every host."""
         failure = None
@@ -194,7 +198,9 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         elif prepared is not None:
             plan_digest = prepared.plan.digest()
             digests = {r.stored.name: leaf_digest(r) for r in prepared.requests}
-        found = await asyncio.to_thread(agree, hosts, digests, plan_digest, failure)
+        found = await asyncio.to_thread(
+            agree, hosts, digests, plan_digest, failure, folder=folder
+        )
         if found is not None and failed is None:
             raise found.error()
 
@@ -278,11 +284,12 @@ class ReshardingArrayHandler(compat.ArrayHandler):
             failure = failed.failure
         elif failed is not None:
             names = [p.name for p in prepared.plan.leaves if p.decision == "direct"]
+            cause = failed.__cause__ or failed  # stock wraps what storage said
             failure = Failure(
                 host=jax.process_index(),
-                leaf=", ".join(names[:3]),
-                text=str(failed),
-                kind=type(failed).__name__,
+                leaf=", ".join(map(repr, names[:3])),
+                text=str(cause),
+                kind=type(cause).__name__,
             )
         word = say(failure, host_word(work, planned_bytes, direct_bytes))
         here = jax.process_index()
@@ -292,10 +299,10 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         found = failure or first_failure(words)
         if isinstance(failed, WaveError):
             raise failed.failure.error() from failed.cause
-        if failed is not None:
+        if failed is not None and (hosts is None or hosts.alone):
             raise failed
         if found is not None:
-            raise found.error()
+            raise found.error() from failed
         return {host: json.loads(said) for host, said in words.items()}
 
     async def _stock_only(

@@ -6,6 +6,7 @@ import os
 from types import TracebackType
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -121,21 +122,47 @@ def plan_restore(
         type_handler_registry=compat.registry_with(_PlanningHandler(options))
     )
     folder = tree_folder(path)
+    # Other handlers restore what has no sharding; they would read, not plan.
+    arrays = jax.tree.map(
+        lambda leaf: ocp.PLACEHOLDER if _sharding_of(leaf) is None else leaf, target
+    )
     try:
         handler.restore(
             folder,
             args=ocp.args.PyTreeRestore(
-                item=target,
+                item=arrays,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(target),
                 partial_restore=True,
             ),
         )
     except _PlanMade as made:
+        _check_all_planned(made.plan, arrays, folder)
         return made.plan
     raise CheckpointError(
         f"no leaf of the target is an array in the checkpoint at {folder}",
         code="no_arrays",
     )
+
+
+def _sharding_of(leaf: Any) -> Any:
+    return getattr(leaf, "sharding", None)
+
+
+def _check_all_planned(plan: RestorePlan, arrays: Any, folder: epath.Path) -> None:
+    """Refuses a plan that lacks leaves: Orbax drops what is not in the checkpoint."""
+    planned = {leaf.name for leaf in plan.leaves}
+    asked = [
+        ".".join(map(str, keys))
+        for keys, leaf in ocp.tree.to_flat_dict(arrays).items()
+        if _sharding_of(leaf) is not None
+    ]
+    missing = [name for name in asked if name not in planned]
+    if missing:
+        raise CheckpointError(
+            f"leaf {missing[0]!r} of the target is not in the checkpoint at {folder}"
+            + (f", nor are {len(missing) - 1} more" if missing[1:] else ""),
+            code="missing_leaf",
+        )
 
 
 def tree_folder(path: str | os.PathLike[str]) -> epath.Path:
