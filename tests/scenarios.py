@@ -34,7 +34,13 @@ class Scenario:
     """A checkpoint and a restore of it.
 
     ``order`` is how the target's devices are listed: ``forward``, ``reversed`` or
-    ``interleaved`` (even ones, then odd ones).
+    ``interleaved`` (even ones, then odd ones). ``save_args`` holds arguments of
+    ``ocp.SaveArgs`` for every leaf. ``read_once`` and ``even`` say what the chunk grid
+    allows; tests hold the restore to it. ``processes`` are the cluster sizes with
+    which it is run, ``devices`` the devices of all processes together. Without
+    ``replica_parallel`` replicas write nothing, so that chunks are as large as shards
+    (and saving is quicker: it compiles no slice per device). With ``inner_chunks``
+    (zarr3 only) the arrays are written again with that many elements per inner chunk.
     """
 
     id: str
@@ -46,13 +52,21 @@ class Scenario:
     ocdbt: bool = True
     read_once: bool = True
     even: bool = False
-    save_options: Mapping[str, Any] = field(default_factory=dict)
+    policy: str = "read_once"
+    repeats: int = 1
+    processes: tuple[int, ...] = (1, 2, 4)
+    devices: int = 8
+    replica_parallel: bool = True
+    save_args: Mapping[str, Any] = field(default_factory=dict)
+    inner_chunks: tuple[int, ...] | None = None
 
     @property
     def checkpoint(self) -> str:
         """Scenarios that save alike share a checkpoint."""
         leaves = {n: (v.shape, v.saved, v.dtype) for n, v in self.leaves.items()}
-        text = repr((sorted(self.saved.items()), leaves, self.zarr3, self.ocdbt))
+        mesh, how = list(self.saved.items()), sorted(self.save_args.items())
+        how = (self.zarr3, self.ocdbt, self.replica_parallel, self.inner_chunks, how)
+        text = repr((mesh, leaves, how))
         return f"{abs(hash_text(text)):x}"
 
 
@@ -84,13 +98,21 @@ def from_json(plain: dict[str, Any]) -> Scenario:
         )
         for name, leaf in plain["leaves"].items()
     }
-    return Scenario(**{**plain, "leaves": leaves})
+    inner = plain["inner_chunks"]
+    tuples = {
+        "processes": tuple(plain["processes"]),
+        "inner_chunks": None if inner is None else tuple(inner),
+    }
+    return Scenario(**{**plain, **tuples, "leaves": leaves})
 
 
-def addressed(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """An array whose elements carry their address, incompressible for wide types."""
+def addressed(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    """An array whose elements carry their address, incompressible for wide types.
+
+    With different seeds, so that a leaf in another's place is a difference too.
+    """
     count = math.prod(shape)
-    index = np.arange(count, dtype=np.uint64)
+    index = np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed % 2**32 << 24)
     mixed = (index * np.uint64(0x9E3779B97F4A7C15)) ^ (index << np.uint64(7))
     kind = np.dtype(dtype)
     if kind == np.bool_:
@@ -103,9 +125,22 @@ def addressed(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.ascontiguousarray(raw).view(kind).reshape(shape)
 
 
+def devices_of(process: int) -> list[jax.Device]:
+    """The devices of a process, in the order of the backend."""
+    return [d for d in jax.devices() if d.process_index == process]
+
+
 def mesh_of(axes: Mapping[str, int], order: str = "forward") -> Mesh:
-    """A mesh over the first devices, in the asked order."""
-    devices = list(jax.devices())[: math.prod(axes.values())]
+    """A mesh over the first devices of every process, in the asked order.
+
+    All processes give alike where the count allows it, so that a mesh smaller than
+    the cluster still spans its hosts.
+    """
+    count, processes = math.prod(axes.values()), jax.process_count()
+    each = -(-count // processes)
+    devices = [
+        device for process in range(processes) for device in devices_of(process)[:each]
+    ][:count]
     if order == "reversed":
         devices = devices[::-1]
     elif order == "interleaved":
@@ -122,19 +157,54 @@ def sharding_of(mesh: Mesh, spec: Spec) -> NamedSharding:
 def save(scenario: Scenario, path: str) -> None:
     """Saves the scenario's checkpoint with stock Orbax."""
     import orbax.checkpoint as ocp
+    from orbax.checkpoint._src.metadata import array_metadata_store
 
     mesh = mesh_of(scenario.saved)
     tree = {
         name: jax.device_put(
-            addressed(leaf.shape, leaf.dtype), sharding_of(mesh, leaf.saved)
+            addressed(leaf.shape, leaf.dtype, hash_text(name)),
+            sharding_of(mesh, leaf.saved),
         )
         for name, leaf in scenario.leaves.items()
     }
+    how = {name: ocp.SaveArgs(**scenario.save_args) for name in tree}
+    arrays = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=scenario.replica_parallel,
+        array_metadata_store=array_metadata_store.Store(),
+    )
     handler = ocp.PyTreeCheckpointHandler(
-        use_zarr3=scenario.zarr3, use_ocdbt=scenario.ocdbt, **scenario.save_options
+        use_zarr3=scenario.zarr3,
+        use_ocdbt=scenario.ocdbt,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, arrays)
+        ),
     )
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(path, tree)
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree, save_args=how))
+    if scenario.inner_chunks is not None:
+        for name in scenario.leaves:
+            _write_inner_chunks(scenario, path, name)
+
+
+def _write_inner_chunks(scenario: Scenario, path: str, name: str) -> None:
+    """Writes a saved array again, with inner chunks in its old chunks.
+
+    Orbax 0.12.8 reads such arrays, but makes inner and outer chunks alike.
+    """
+    import tensorstore as ts
+
+    kvstore: Any = {"driver": "file", "path": f"{path}/{name}/"}
+    if scenario.ocdbt:
+        base = f"file://{path}/"
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": kvstore}
+    array = ts.open(spec, open=True).result()
+    metadata = array.spec().to_json()["metadata"]
+    (sharding,) = metadata["codecs"]
+    sharding["configuration"]["chunk_shape"] = list(scenario.inner_chunks or ())
+    values = array.read().result()
+    spec = {**spec, "metadata": metadata, "create": True, "delete_existing": True}
+    ts.open(spec).result().write(values).result()
 
 
 def target_tree(scenario: Scenario) -> dict[str, jax.ShapeDtypeStruct]:

@@ -85,7 +85,8 @@ def test_json_has_both_ways_for_every_target(document):
             total = sum(measured["fetched_bytes_per_host"])
             assert measured["amplification"] == total / document["stored_bytes"]
             assert 0 < measured["seconds"] < TIMEOUT_SECONDS
-        assert target["stock"]["collectives"] == {}
+        assert target["stock"]["collectives"] == target["stock"]["reasons"] == {}
+        assert sum(target["planned"]["reasons"].values()) == document["num_leaves"]
 
 
 def test_planned_reads_once_where_stock_reads_everything_on_every_host(document):
@@ -283,6 +284,8 @@ def result_with(differences: tuple[dict, ...]) -> demo.DemoResult:
         amplification=4.0,
         collectives={"all-gather": 10, "all-to-all": 10},
         seconds=123.4,
+        compile_seconds=12.3,
+        reasons={},
     )
     target = demo.TargetResult(
         mesh=(1, 2, 2),
@@ -323,6 +326,13 @@ def test_a_difference_is_status_1_and_a_sentence(monkeypatch, capsys, options):
         assert json.loads(out)["equal"] is False
     else:
         assert "1 of 4 shards differ" in out
+
+
+def test_the_policies_are_those_of_the_package():
+    from orbax_reshard.planning.plan import POLICIES
+    from orbax_reshard.tools import commands
+
+    assert {choice.value for choice in commands.PolicyChoice} == set(POLICIES)
 
 
 def test_the_table_fits_into_its_width():

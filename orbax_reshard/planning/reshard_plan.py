@@ -43,7 +43,10 @@ Decision = Literal["exchange", "relabel", "other_devices", "device_put"]
 # Leaves below this share of a device travel together by default: stacking costs a
 # copy, which only small leaves win back in launches saved.
 DEFAULT_WAVE_BYTES = 16 * 2**20
-MAX_WAVE_LEAVES = 64
+
+# 64 leaves of 5 KiB on 8 CPU devices, compiled already: 58 ms one by one, 22 ms from 8
+# in a wave on; compiling takes 0.3 s of CPU time with 8, 0.7 s with 16, 1.5 s with 64.
+MAX_WAVE_LEAVES = 16
 
 _cached_relayout = functools.lru_cache(maxsize=4096)(plan_relayout)
 
