@@ -77,9 +77,7 @@ def blocks(
     return found
 
 
-def compiled(
-    intermediate: Intermediate, digits: DigitMesh, dtype: np.dtype
-) -> Program:
+def compiled(intermediate: Intermediate, digits: DigitMesh, dtype: np.dtype) -> Program:
     key = ExchangeKey(
         intermediate=intermediate,
         steps=intermediate.steps(digits),
@@ -109,9 +107,7 @@ def exchanged(
         stacked_shape(intermediate, digits, transport), program.argument, placed
     )
     sharding = sharding_of(digits, spec)
-    return [
-        relabel(made, sharding, leaves.shape[1:]) for made in program.run(stacked)
-    ]
+    return [relabel(made, sharding, leaves.shape[1:]) for made in program.run(stacked)]
 
 
 def faults(arrays: list[jax.Array], leaves: np.ndarray, sharding) -> list[str]:

@@ -81,7 +81,9 @@ def meshes(draw, max_devices: int = 16, total: int | None = None) -> DeviceMesh:
                 hosts = hosts * size + np.arange(size).reshape(shape)
         hosts = hosts.reshape(-1)
     elif kind == "uneven":
-        hosts = np.sort(draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+        hosts = np.sort(
+            draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+        )
     else:
         hosts = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     return DeviceMesh(
@@ -149,7 +151,7 @@ def layouts(draw, max_devices: int = 16, max_rank: int = 3):
 
 
 def whole_family(group: GroupShape, digits: DigitMesh) -> Iterator[Intermediate]:
-    """Every intermediate, unpruned: each pool digit on any complete dimension or none."""
+    """All, unpruned: each pool digit on any complete dimension or none."""
     used = set(itertools.chain.from_iterable(group.target))
     replicas = [d for d in range(len(digits.sizes)) if d not in used]
     rank = len(group.shape)
@@ -188,7 +190,9 @@ def held(intermediate: Intermediate, digits: DigitMesh) -> list[tuple[range, ...
             shard = index_of(place, own, digits)
             span = range(extent)[shard * width : (shard + 1) * width]
             count = math.prod(digits.sizes[d] for d in cross)
-            turned = (index_of(place, cross, digits) - intermediate.rotation[dim]) % count
+            turned = (
+                index_of(place, cross, digits) - intermediate.rotation[dim]
+            ) % count
             wide, narrow = intermediate.host_width[dim], intermediate.piece_width[dim]
             span = span[turned * wide : (turned + 1) * wide]
             at = index_of(place, inside, digits)
@@ -197,10 +201,13 @@ def held(intermediate: Intermediate, digits: DigitMesh) -> list[tuple[range, ...
     return found
 
 
-def chunks_of(spans: Sequence[range], chunk_shape: Sequence[int]) -> set[tuple[int, ...]]:
+def chunks_of(
+    spans: Sequence[range], chunk_shape: Sequence[int]
+) -> set[tuple[int, ...]]:
     """The chunks that hold an element of the box; none when it is empty."""
     per_dim = [
-        {i // chunk for i in span} for span, chunk in zip(spans, chunk_shape, strict=True)
+        {i // chunk for i in span}
+        for span, chunk in zip(spans, chunk_shape, strict=True)
     ]
     return set(itertools.product(*per_dim))
 

@@ -40,9 +40,7 @@ def elements(box) -> set[tuple[int, ...]]:
 
 
 def chunks(found, chunk_shape) -> set[tuple[int, ...]]:
-    return {
-        tuple(i // c for i, c in zip(at, chunk_shape, strict=True)) for at in found
-    }
+    return {tuple(i // c for i, c in zip(at, chunk_shape, strict=True)) for at in found}
 
 
 def faults(parts: list[Piece], shape, chunk_shape, boxes, max_chunks) -> list[str]:
@@ -91,10 +89,22 @@ def test_pieces_against_every_element(situation):
         (lambda p: p[:-1], "needed"),
         (lambda p: [*p, p[0]], "two pieces"),
         (lambda p: [Piece(region=((0, 12),), num_chunks=3, boxes=(0, 1))], "bound"),
-        (lambda p: [Piece(region=p[0].region, num_chunks=2, boxes=(0,)), *p[1:]], "num_"),
-        (lambda p: [Piece(region=((0, 3),), num_chunks=1, boxes=(0,)), *p[1:]], "exactly"),
-        (lambda p: [Piece(region=((0, 4),), num_chunks=1, boxes=(1,)), *p[1:]], "nothing"),
-        (lambda p: [*p[:-1], Piece(region=((8, 13),), num_chunks=1, boxes=(1,))], "outs"),
+        (
+            lambda p: [Piece(region=p[0].region, num_chunks=2, boxes=(0,)), *p[1:]],
+            "num_",
+        ),
+        (
+            lambda p: [Piece(region=((0, 3),), num_chunks=1, boxes=(0,)), *p[1:]],
+            "exactly",
+        ),
+        (
+            lambda p: [Piece(region=((0, 4),), num_chunks=1, boxes=(1,)), *p[1:]],
+            "nothing",
+        ),
+        (
+            lambda p: [*p[:-1], Piece(region=((8, 13),), num_chunks=1, boxes=(1,))],
+            "outs",
+        ),
     ],
 )
 def test_the_check_can_fail(spoil, fault):

@@ -53,7 +53,7 @@ def walk(steps, start: int, digits, position: int) -> dict[str, int | list[int]]
 @fixed(300)
 @given(layouts())
 def test_bytes_received_against_devices_that_send(layout):
-    digits, group, intermediate = layout
+    digits, _, intermediate = layout
     steps = intermediate.steps(digits)
     # A power of all digits' sizes: shares of it are whole.
     start = math.prod(digits.sizes) ** 2 * 12

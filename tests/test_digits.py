@@ -99,9 +99,7 @@ def test_layouts_against_the_index_map_of_jax(data):
     )
     shape = group.shape[1:]
     expected = {
-        device: tuple(
-            part.indices(n)[:2] for part, n in zip(index, shape, strict=True)
-        )
+        device: tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
         for device, index in sharding.devices_indices_map(shape).items()
     }
     layout = digits.layout(spec)

@@ -1,4 +1,4 @@
-"""The memory figures of docs/design.md, section 3: what one device holds at its peak."""
+"""The memory figures of docs/design.md, section 3: a device's bytes at its peak."""
 
 import json
 import pathlib

@@ -57,8 +57,11 @@ def test_boxes_against_slicing_ranges(layout):
         # An empty range says nothing of where it starts.
         if all(expected) or math.prod(b - a for a, b in box):
             assert spans(box) == expected
-        assert all(0 <= a <= b <= n for (a, b), n in zip(box, intermediate.shape))
-        assert all(b - a <= w for (a, b), w in zip(box, intermediate.piece_width))
+        for (start, stop), extent, width in zip(
+            box, intermediate.shape, intermediate.piece_width, strict=True
+        ):
+            assert 0 <= start <= stop <= extent
+            assert stop - start <= width
 
 
 @fixed(300)
@@ -142,9 +145,7 @@ def test_a_partial_wave_only_leaves_leaves_out(layout, count):
     count = min(count, intermediate.shape[0])
     part = partial_wave(intermediate, count)
     assert part.piece_width == intermediate.piece_width
-    for whole, some in zip(
-        held(intermediate, digits), held(part, digits), strict=True
-    ):
+    for whole, some in zip(held(intermediate, digits), held(part, digits), strict=True):
         assert list(some[0]) == [leaf for leaf in whole[0] if leaf < count]
         assert some[1:] == whole[1:]
 

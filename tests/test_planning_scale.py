@@ -56,7 +56,10 @@ def test_a_thousand_leaves_of_fifty_signatures_in_a_few_seconds():
 
 
 def test_one_signature_costs_the_same_for_any_number_of_leaves():
-    few, many = model(1)[:1], [leaf for leaf in model(40) if leaf.spec == model(1)[0].spec]
+    few, many = (
+        model(1)[:1],
+        [leaf for leaf in model(40) if leaf.spec == model(1)[0].spec],
+    )
     many = [leaf for leaf in many if leaf.signature == few[0].signature]
     assert (len(few), len(many)) == (1, 40)
     seconds = []

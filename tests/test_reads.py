@@ -112,5 +112,6 @@ def test_too_large_to_walk_over(monkeypatch):
     with pytest.raises(ValueError) as error:
         count_reads(*arguments)
     assert str(error.value) == (
-        "4 devices in an order that mixes hosts, and 8 chunks, are too many to enumerate"
+        "4 devices in an order that mixes hosts, and 8 chunks, are too many to "
+        "enumerate"
     )

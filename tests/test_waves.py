@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from planning_oracle import chunks_per_host, fixed, mesh_of, request
 from test_plan import MIB, columns, plan, requests
 
-from orbax_reshard.planning import planner as plans
 from orbax_reshard.planning import planner
 from orbax_reshard.planning.plan import wave_bytes_per_host
 from orbax_reshard.planning.record import sum_records
@@ -160,9 +159,7 @@ def test_the_many_small_leaves_of_r25():
 
 def test_three_replicated_leaves_of_r24():
     mesh = mesh_of({"d": 8}, 4)
-    asked = [
-        request(f"r{n}", mesh, (n, 512, 512), (1, 512, 512)) for n in (8, 4, 1)
-    ]
+    asked = [request(f"r{n}", mesh, (n, 512, 512), (1, 512, 512)) for n in (8, 4, 1)]
     made = plan(asked)
     chunks = made.forecast.chunk_reads_per_host
     # 13 chunks over 4 hosts: 3 each, and the odd one.

@@ -26,9 +26,10 @@ from orbax_reshard.engine import metadata as stores
 from orbax_reshard.engine.agreement import Failure, Hosts, agree, first_failure, say
 from orbax_reshard.engine.exchange import PROGRAMS
 from orbax_reshard.engine.meshes import device_mesh
-from orbax_reshard.engine.pipeline import Restore, WaveError, Work
+from orbax_reshard.engine.pipeline import Restore
 from orbax_reshard.engine.read import ByteBudget
 from orbax_reshard.engine.report import RestoreReport
+from orbax_reshard.engine.work import WaveError, Work
 from orbax_reshard.planning.options import Options
 from orbax_reshard.planning.plan import RestorePlan
 from orbax_reshard.planning.record import Record

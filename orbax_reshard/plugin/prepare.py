@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orbax_reshard.engine import metadata as stores
-from orbax_reshard.engine.pipeline import Target
+from orbax_reshard.engine.work import Target
 from orbax_reshard.planning.options import Options
 from orbax_reshard.planning.plan import LeafRequest, RestorePlan
 from orbax_reshard.planning.planner import build_plan

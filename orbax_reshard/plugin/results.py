@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from orbax_reshard.engine.pipeline import Work
 from orbax_reshard.engine.read import ByteBudget
 from orbax_reshard.engine.report import RestoreReport
+from orbax_reshard.engine.work import Work
 from orbax_reshard.planning.plan import GroupPlan, LeafPlan, RestorePlan
 from orbax_reshard.planning.record import Record
 

@@ -10,8 +10,8 @@ import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_reshard.engine.meshes import default_memory_kind, device_mesh, full_spec
-from orbax_reshard.engine.pipeline import Target
 from orbax_reshard.engine.transport import carried, result_dtype
+from orbax_reshard.engine.work import Target
 from orbax_reshard.errors import TargetError
 from orbax_reshard.planning.plan import LeafRequest
 from orbax_reshard.planning.stored import StoredArray
