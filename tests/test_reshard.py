@@ -359,14 +359,18 @@ def random_pairs(draw):
                 dims[dim].append(axis)
         return on(sizes, *(tuple(d) or None for d in dims), order=order)
 
-    return sharding(), sharding(), (48,) * rank, draw(st.sampled_from([1, 1, 3]))
+    dtype = np.dtype(
+        draw(st.sampled_from(["float32", "complex64", "bfloat16", "bool"]))
+    )
+    leaves = draw(st.sampled_from([1, 1, 3]))
+    return sharding(), sharding(), (48,) * rank, leaves, dtype
 
 
-@fixed(25)
+@fixed(30)
 @given(random_pairs())
 def test_random_layouts(pair):
-    source, target, shape, leaves = pair
-    tree = [put(source, shape, np.float32, seed) for seed in range(leaves)]
+    source, target, shape, leaves, dtype = pair
+    tree = [put(source, shape, dtype, seed) for seed in range(leaves)]
     plan = plan_reshard(tree, target)
     assert_like_device_put(tree, [target] * leaves)
     for group in plan.groups:

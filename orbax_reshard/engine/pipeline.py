@@ -4,9 +4,10 @@
     compile lane   program A   | program B   |
     launch lane                | meet, run 0 | meet, run 1 | ...
 
-The event loop reads at most one wave ahead of the exchange. A host whose read fails
-goes on to the next meeting and says so there; every host then raises the same error,
-and no host is left waiting in a collective.
+The event loop reads ahead of the exchange as far as the blocks that wait stay within
+a bound, so that storage never waits for a compilation. A host whose read fails goes on
+to the next meeting and says so there; every host then raises the same error, and no
+host is left waiting in a collective.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ from orbax_reshard.engine.work import Target, WaveError, Work
 from orbax_reshard.errors import RestoreTimeoutError
 from orbax_reshard.planning.boxes import Box
 from orbax_reshard.planning.layout import Intermediate
-from orbax_reshard.planning.plan import GroupPlan, RestorePlan
+from orbax_reshard.planning.plan import GroupPlan, RestorePlan, wave_bytes_per_host
+
+# Blocks that are read but not yet on the devices, unless a read budget says less: some
+# waves, so that storage never waits for a compilation or a slow exchange.
+MAX_AHEAD_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,8 @@ class Restore:
         self._targets = targets
         self._hosts = hosts
         self._budget = budget
+        bound = budget.max_bytes
+        self._ahead = ByteBudget(MAX_AHEAD_BYTES if bound is None else bound)
         self._progress = progress
         self._programs: dict[int, Future[exchange.Program]] = {}
         self._launch = Lane("orbax-reshard-launch")
@@ -94,9 +101,7 @@ class Restore:
         """
         waves = self._waves()
         self._start_compiling(waves)
-        ahead: asyncio.Queue[tuple[_Wave, list[Block]] | BaseException] = asyncio.Queue(
-            maxsize=1
-        )
+        ahead: asyncio.Queue[list[Block] | BaseException] = asyncio.Queue()
         reader = asyncio.ensure_future(self._read_all(waves, ahead))
         results: dict[int, jax.Array] = {}
         failed: BaseException | None = None
@@ -108,9 +113,10 @@ class Restore:
                     if isinstance(item, BaseException):
                         failed = item
                     else:
-                        blocks = item[1]
+                        blocks = item
                     del item
                 made, failed = await self._finish_wave(wave, blocks, failed)
+                await self._ahead.release(wave_bytes_per_host(wave.group))
                 results.update(made)
                 if failed is not None:
                     reader.cancel()
@@ -175,11 +181,12 @@ class Restore:
     async def _read_all(
         self,
         waves: Sequence[_Wave],
-        ahead: asyncio.Queue[tuple[_Wave, list[Block]] | BaseException],
+        ahead: asyncio.Queue[list[Block] | BaseException],
     ) -> None:
         """Reads wave after wave; the first failure is handed on and ends it."""
         start = time.monotonic()
         for wave in waves:
+            await self._ahead.acquire(wave_bytes_per_host(wave.group))
             try:
                 blocks = await self._read(wave)
             except Exception as error:
@@ -188,7 +195,7 @@ class Restore:
                 )
                 return
             self.work.read_seconds = time.monotonic() - start
-            await ahead.put((wave, blocks))
+            await ahead.put(blocks)
             del blocks
 
     async def _read(self, wave: _Wave) -> list[Block]:
