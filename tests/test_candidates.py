@@ -114,6 +114,9 @@ def test_the_best_is_the_first_of_the_best_within_the_family(data):
     """All in order, nothing skipped: what the search may leave out changes nothing."""
     digits, _, group = data.draw(groups(data.draw(meshes()), max_rank=2))
     profile = data.draw(st.sampled_from([CPU_FILE, CPU_OBJECT_STORE]))
+    # As large as if an element were 16 KiB: bytes and not latencies decide.
+    if data.draw(st.booleans(), "large"):
+        group = dataclasses.replace(group, element_bytes=1 << 14, moved_bytes=1 << 14)
     ranking = search(group, digits, profile=profile)
     family = [ranking.candidate(i) for i in intermediates(group, digits)]
     budget = None
@@ -155,6 +158,20 @@ def test_like_digits_are_counted_and_not_permuted():
     sizes = sorted(tuple(map(len, extras)) for extras in placed)
     ways = [c for c in itertools.product(range(4), repeat=3) if sum(c) == 3]
     assert sizes == sorted(ways)
+
+
+def test_shards_off_the_grid_may_stay_while_one_owner_reads():
+    # Shards of 4 in chunks of 3: halving them makes both hosts read chunks 0 and 1.
+    digits, group = group_on(mesh_of({"r": 2, "t": 2}, 2), (1, 8), (3,), "t")
+    placed = [(i.num_kept, i.extras) for i in intermediates(group, digits)]
+    owner = ((0, 1), ((0,), ()))
+    assert owner in placed
+    assert counts(search(group, digits).best("fetched")) == (3, 3)
+    # On the grid the other host has a share, and no owner is needed.
+    digits, group = group_on(mesh_of({"r": 2, "t": 2}, 2), (1, 8), (2,), "t")
+    placed = [(i.num_kept, i.extras) for i in intermediates(group, digits)]
+    assert owner not in placed
+    assert counts(search(group, digits).best("fetched")) == (4, 2)
 
 
 # --- examples -------------------------------------------------------------------------
