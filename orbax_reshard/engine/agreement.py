@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -224,7 +224,7 @@ def first_failure(words: Mapping[int, str]) -> Failure | None:
 
 def agree(
     hosts: Hosts,
-    leaf_digests: Mapping[str, str],
+    leaf_digests: Callable[[], Mapping[str, str]],
     plan_digest: str,
     failure: Failure | None = None,
     *,
@@ -234,7 +234,8 @@ def agree(
 
     Args:
         hosts: who takes part.
-        leaf_digests: per leaf name a digest of what was asked of it, in order.
+        leaf_digests: gives per leaf name a digest of what was asked of it, in order;
+            called only to tell a difference.
         plan_digest: digest of the plan made from that.
         failure: why this host could not plan, or None.
         folder: the checkpoint that this host reads. Hosts that share the reads of two
@@ -263,7 +264,7 @@ def agree(
     if len({json.loads(word)["plan"] for word in words.values()}) == 1:
         return None
     lists = hosts.meet(
-        "compare", say(None, {"leaves": list(map(list, leaf_digests.items()))})
+        "compare", say(None, {"leaves": list(map(list, leaf_digests().items()))})
     )
     raise PlanMismatchError(
         _difference({h: json.loads(w)["leaves"] for h, w in lists.items()}),

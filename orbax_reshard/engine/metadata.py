@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorstore as ts
@@ -19,8 +19,8 @@ import tensorstore as ts
 from orbax_reshard.errors import CheckpointError
 from orbax_reshard.planning.stored import StoredArray
 
-# Asking OCDBT for the sizes of this many chunks takes about 0.3 s and no storage
-# request; beyond it the forecast falls back to decoded sizes.
+# Asking OCDBT for the sizes of this many chunks takes about 0.1 s beside the reads and
+# no storage request; beyond it the forecast keeps to decoded sizes.
 MAX_SIZED_CHUNKS = 4096
 
 # A byte range that no value reaches: OCDBT answers with the value's size from its
@@ -89,50 +89,49 @@ def describe(request: OpenRequest, array: ts.TensorStore) -> StoredArray:
     )
 
 
-async def sized(
-    described: Sequence[StoredArray], arrays: Sequence[ts.TensorStore]
-) -> list[StoredArray]:
-    """Adds the stored size of every chunk where that costs no storage request.
+def sizes_of(
+    described: Mapping[int, StoredArray], arrays: Mapping[int, ts.TensorStore]
+) -> dict[int, tuple[int, ...]]:
+    """The stored size of every chunk, where that costs no storage request.
 
     That is: OCDBT, whose B-tree holds the sizes, and no inner chunks. A chunk small
-    enough to lie inline in the B-tree has been fetched with the metadata and counts
-    as 0. All or nothing, and bounded by ``MAX_SIZED_CHUNKS``, so that every host
-    decides alike.
-    """
-    can = [_is_sizable(array) for array in arrays]
-    total = sum(d.num_chunks for d, c in zip(described, can, strict=True) if c)
-    if total > MAX_SIZED_CHUNKS:
-        return list(described)
+    enough to lie inline in the B-tree was fetched with the metadata and counts as 0.
+    Blocks for about 25 us per chunk; meant for a thread beside the reads.
 
-    async def one(stored: StoredArray, array: ts.TensorStore) -> StoredArray:
-        base = stored_base(array)
+    Args:
+        described: the arrays to ask about, by leaf index.
+        arrays: their handles.
+
+    Returns:
+        Sizes in row-major order of the grid, by leaf index; leaves that cannot be
+        asked are left out.
+    """
+    asked: dict[int, list[ts.Future]] = {}
+    inline: dict[int, int] = {}
+    for index, stored in described.items():
+        base = stored_base(arrays[index])
+        if not _is_sizable(base):
+            continue
         store = base.kvstore
         assert store is not None
-        inline = _inline_bytes(store.spec().to_json())
-        sizes = await asyncio.gather(
-            *(_size(store, key) for key in _chunk_keys(stored, base))
-        )
-        if any(size is None for size in sizes):
-            return stored
-        known = tuple(0 if (s or 0) <= inline else (s or 0) for s in sizes)
-        return replace(stored, encoded_bytes=known)
-
-    async def same(stored: StoredArray) -> StoredArray:
-        return stored
-
-    return list(
-        await asyncio.gather(
-            *(
-                one(stored, array) if able else same(stored)
-                for stored, array, able in zip(described, arrays, can, strict=True)
+        inline[index] = _inline_bytes(store.spec().to_json())
+        asked[index] = [
+            store.read(key, byte_range=_BEYOND) for key in _chunk_keys(stored, base)
+        ]
+    found: dict[int, tuple[int, ...]] = {}
+    for index, futures in asked.items():
+        sizes = [_size(future) for future in futures]
+        if None not in sizes:
+            found[index] = tuple(
+                0 if size <= inline[index] else size
+                for size in sizes
+                if size is not None
             )
-        )
-    )
+    return found
 
 
-def _is_sizable(array: ts.TensorStore) -> bool:
+def _is_sizable(base: ts.TensorStore) -> bool:
     """OCDBT, a known driver, and one read chunk per stored value."""
-    base = stored_base(array)
     layout = base.chunk_layout
     return (
         base.spec().to_json()["driver"] in ("zarr", "zarr3")
@@ -159,10 +158,10 @@ def _chunk_keys(stored: StoredArray, base: ts.TensorStore) -> list[str]:
     return [separator.join(map(str, c)) or "0" for c in coords]
 
 
-async def _size(store: ts.KvStore, key: str) -> int | None:
+def _size(future: ts.Future) -> int | None:
     """Stored size of a value, 0 when it is missing, None when OCDBT does not say."""
     try:
-        result = await store.read(key, byte_range=_BEYOND)
+        result = future.result()
     except ValueError as error:
         found = _SIZE_IN_MESSAGE.search(str(error))
         return int(found.group(1)) if found else None

@@ -18,6 +18,7 @@ which makes counting chunks a closed formula at any number of devices.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 from collections import Counter
@@ -65,6 +66,11 @@ class DeviceMesh:
     def num_devices(self) -> int:
         """Number of devices in the mesh."""
         return len(self.device_ids)
+
+    @property
+    def digest(self) -> str:
+        """A short hash of all of it; two orders of the same devices differ."""
+        return _digest(self)
 
     @property
     def host_ids(self) -> tuple[int, ...]:
@@ -130,6 +136,12 @@ class DigitMesh:
                 shape
             )
         return np.broadcast_to(grid, self.sizes or (1,)).reshape(-1)
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(mesh: DeviceMesh) -> str:
+    text = repr((mesh.axis_names, mesh.axis_sizes, mesh.device_ids, mesh.hosts))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=256)

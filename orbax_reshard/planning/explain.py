@@ -165,6 +165,7 @@ def _group_dict(group: GroupPlan) -> dict[str, Any]:
         "decision": group.decision,
         "reason": group.reason,
         "wave_size": group.wave_size,
+        "mesh": None if group.digits is None else group.digits.mesh.digest,
         "layout": None if inter is None else [list(d) for d in inter.layout],
         "piece_width": None if inter is None else list(inter.piece_width),
         "host_width": None if inter is None else list(inter.host_width),

@@ -17,7 +17,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from orbax_reshard.planning.plan import RestorePlan
 from orbax_reshard.planning.record import Record
 from orbax_reshard.plugin import compat, targets
 from orbax_reshard.plugin.prepare import Prepared, leaf_digest, prepare, read_budget
-from orbax_reshard.plugin.results import build_report, host_word
+from orbax_reshard.plugin.results import all_sizes, build_report, host_word
 
 _LOG = logging.getLogger("orbax_reshard")
 
@@ -122,6 +122,8 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         bound, bound_source = read_budget(self.options, infos)
         budget = ByteBudget(bound)
         before = stores.fetched_bytes()
+        here = None if hosts is None else hosts.here
+        sizes = asyncio.create_task(asyncio.to_thread(_sizes, prepared, here))
         work, results, failed = await self._run(prepared, hosts, budget)
         planned_bytes = stores.fetched_bytes() - before
         if failed is None:
@@ -132,11 +134,11 @@ class ReshardingArrayHandler(compat.ArrayHandler):
             except Exception as error:
                 failed = error
         direct_bytes = stores.fetched_bytes() - before - planned_bytes
-        words = await self._done(
-            hosts, prepared, work, planned_bytes, direct_bytes, failed
-        )
+        word = host_word(work, planned_bytes, direct_bytes, await sizes)
+        words = await self._done(hosts, prepared, word, failed)
+        self.last_plan = prepared.sized_plan(all_sizes(words))
         self.last_report = build_report(
-            plan=prepared.plan,
+            plan=self.last_plan,
             words=words,
             work=work,
             metadata_bytes=prepared.metadata_bytes,
@@ -187,7 +189,6 @@ class ReshardingArrayHandler(compat.ArrayHandler):
     ) -> None:
         """Meets before anything is read; raises alike on every host."""
         failure = None
-        digests: dict[str, str] = {}
         plan_digest = ""
         if failed is not None:
             failure = Failure(
@@ -196,9 +197,13 @@ class ReshardingArrayHandler(compat.ArrayHandler):
                 text=str(failed),
                 kind=type(failed).__name__,
             )
-        elif prepared is not None:
+        elif prepared is not None and not hosts.alone:
             plan_digest = prepared.plan.digest()
-            digests = {r.stored.name: leaf_digest(r) for r in prepared.requests}
+
+        def digests() -> dict[str, str]:
+            requests = () if prepared is None else prepared.requests
+            return {r.stored.name: leaf_digest(r) for r in requests}
+
         found = await asyncio.to_thread(
             agree, hosts, digests, plan_digest, failure, folder=folder
         )
@@ -274,9 +279,7 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         self,
         hosts: Hosts | None,
         prepared: Prepared,
-        work: Work,
-        planned_bytes: int,
-        direct_bytes: int,
+        said: Mapping[str, object],
         failed: Exception | None,
     ) -> dict[int, Any]:
         """The last meeting: figures of all hosts, or one error for all."""
@@ -292,7 +295,7 @@ class ReshardingArrayHandler(compat.ArrayHandler):
                 text=str(cause),
                 kind=type(cause).__name__,
             )
-        word = say(failure, host_word(work, planned_bytes, direct_bytes))
+        word = say(failure, said)
         here = jax.process_index()
         words = {here: word}
         if hosts is not None:
@@ -304,7 +307,7 @@ class ReshardingArrayHandler(compat.ArrayHandler):
             raise failed
         if found is not None:
             raise found.error() from failed
-        return {host: json.loads(said) for host, said in words.items()}
+        return {host: json.loads(text) for host, text in words.items()}
 
     async def _stock_only(
         self,
@@ -315,6 +318,7 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         """Stock, whole: no meeting; the report covers this host only."""
         prepared = None if self.has_dispatcher() else await self._described(infos, args)
         before = stores.fetched_bytes()
+        sizes = asyncio.create_task(asyncio.to_thread(_sizes, prepared, None))
         arrays = await super().deserialize(infos, args)
         fetched = stores.fetched_bytes() - before
         seconds = time.monotonic() - start
@@ -330,11 +334,11 @@ class ReshardingArrayHandler(compat.ArrayHandler):
                 seconds=seconds,
             )
             return arrays
-        self.last_plan = prepared.plan
+        self.last_plan = prepared.sized_plan(await sizes)
         work = Work()
         self.last_report = build_report(
-            plan=prepared.plan,
-            words={here: host_word(work, 0, fetched)},
+            plan=self.last_plan,
+            words={here: host_word(work, 0, fetched, {})},
             work=work,
             metadata_bytes=prepared.metadata_bytes,
             seconds=seconds,
@@ -362,6 +366,15 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         except Exception as error:
             _LOG.debug("no plan to compare a stock restore with: %s", error)
             return None
+
+
+def _sizes(prepared: Prepared | None, host: int | None) -> dict[int, tuple[int, ...]]:
+    """This host's share of the stored chunk sizes; what fails is left out."""
+    try:
+        return {} if prepared is None else prepared.sizes(host)
+    except Exception as error:
+        _LOG.debug("stored chunk sizes are not known: %s", error)
+        return {}
 
 
 def _bytes_of_host(plan: RestorePlan, host: int) -> int:

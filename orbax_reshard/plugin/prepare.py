@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ class Prepared:
 
     Attributes:
         plan: what every host has to agree on.
+        make_plan: makes it again from other requests, with the same options.
         arrays: opened arrays by leaf index.
         targets: what to build, by leaf index, for leaves that can be planned.
         requests: what was asked, in order.
@@ -35,11 +36,40 @@ class Prepared:
     """
 
     plan: RestorePlan
+    make_plan: Callable[[tuple[LeafRequest, ...]], RestorePlan]
     arrays: Mapping[int, Any]
     targets: Mapping[int, Target]
     requests: tuple[LeafRequest, ...]
     plan_seconds: float
     metadata_bytes: int
+
+    def sizes(self, host: int | None = None) -> dict[int, tuple[int, ...]]:
+        """Stored chunk sizes by leaf index; see ``metadata.sizes_of``. Blocks.
+
+        Args:
+            host: ask only for this host's share of the leaves; None asks for all.
+        """
+        total = sum(r.stored.num_chunks for r in self.requests)
+        if total > stores.MAX_SIZED_CHUNKS:
+            return {}
+        hosts = self.plan.hosts
+        mine = {
+            index: request.stored
+            for index, request in enumerate(self.requests)
+            if host not in hosts or hosts[index % len(hosts)] == host
+        }
+        return stores.sizes_of(mine, self.arrays)
+
+    def sized_plan(self, sizes: Mapping[int, tuple[int, ...]]) -> RestorePlan:
+        """The same plan with forecasts in stored bytes; decisions stay as they are."""
+        if not sizes:
+            return self.plan
+        return self.make_plan(
+            tuple(
+                replace(r, stored=replace(r.stored, encoded_bytes=sizes.get(index)))
+                for index, r in enumerate(self.requests)
+            )
+        )
 
 
 async def prepare(
@@ -83,7 +113,6 @@ async def prepare(
         stores.describe(request, array)
         for request, array in zip(to_open, opened, strict=True)
     ]
-    described = await stores.sized(described, opened)
     requests: list[LeafRequest] = []
     wanted: dict[int, Target] = {}
     for index, (stored, array, arg, sharding) in enumerate(
@@ -101,15 +130,16 @@ async def prepare(
         if target is not None:
             wanted[index] = target
     start = time.monotonic()
-    plan = _cached_plan(
-        tuple(requests),
+    make_plan = functools.partial(
+        _cached_plan,
         policy=options.policy,
         profile=_profile(options, infos, wanted),
         read_budget_bytes=read_budget(options, infos)[0],
         device_budget_bytes=options.device_budget_bytes,
     )
     return Prepared(
-        plan=plan,
+        plan=make_plan(tuple(requests)),
+        make_plan=make_plan,
         arrays=dict(enumerate(opened)),
         targets=wanted,
         requests=tuple(requests),

@@ -96,7 +96,7 @@ class _PlanningHandler(ReshardingArrayHandler):
             options=self.options,
             metadata_key=self._metadata_key,
         )
-        raise _PlanMade(prepared.plan)
+        raise _PlanMade(prepared.sized_plan(prepared.sizes()))
 
 
 def plan_restore(

@@ -13,15 +13,30 @@ from orbax_reshard.planning.plan import GroupPlan, LeafPlan, RestorePlan
 from orbax_reshard.planning.record import Record
 
 
-def host_word(work: Work, planned_bytes: int, direct_bytes: int) -> dict[str, object]:
-    """What one host tells the others about its part."""
+def host_word(
+    work: Work,
+    planned_bytes: int,
+    direct_bytes: int,
+    sizes: Mapping[int, Sequence[int]],
+) -> dict[str, object]:
+    """What one host tells the others about its part, and of the chunks it asked for."""
     return {
         "planned_bytes": planned_bytes,
         "direct_bytes": direct_bytes,
         "chunks": work.counter.chunks,
         "chunks_by_leaf": {str(k): v for k, v in work.counter.by_leaf.items()},
+        "sizes": {str(k): list(v) for k, v in sizes.items()},
         "collectives": dict(work.collectives),
         "seconds": work.read_seconds + work.exchange_seconds,
+    }
+
+
+def all_sizes(words: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, ...]]:
+    """The stored chunk sizes that the hosts found out together, by leaf index."""
+    return {
+        int(index): tuple(sizes)
+        for word in words.values()
+        for index, sizes in word["sizes"].items()
     }
 
 
