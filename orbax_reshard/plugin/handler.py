@@ -318,7 +318,6 @@ class ReshardingArrayHandler(compat.ArrayHandler):
         """Stock, whole: no meeting; the report covers this host only."""
         prepared = None if self.has_dispatcher() else await self._described(infos, args)
         before = stores.fetched_bytes()
-        sizes = asyncio.create_task(asyncio.to_thread(_sizes, prepared, None))
         arrays = await super().deserialize(infos, args)
         fetched = stores.fetched_bytes() - before
         seconds = time.monotonic() - start
@@ -334,10 +333,10 @@ class ReshardingArrayHandler(compat.ArrayHandler):
                 seconds=seconds,
             )
             return arrays
-        self.last_plan = prepared.sized_plan(await sizes)
+        self.last_plan = prepared.plan
         work = Work()
         self.last_report = build_report(
-            plan=self.last_plan,
+            plan=prepared.plan,
             words={here: host_word(work, 0, fetched, {})},
             work=work,
             metadata_bytes=prepared.metadata_bytes,
@@ -368,10 +367,10 @@ class ReshardingArrayHandler(compat.ArrayHandler):
             return None
 
 
-def _sizes(prepared: Prepared | None, host: int | None) -> dict[int, tuple[int, ...]]:
+def _sizes(prepared: Prepared, host: int | None) -> dict[int, tuple[int, ...]]:
     """This host's share of the stored chunk sizes; what fails is left out."""
     try:
-        return {} if prepared is None else prepared.sizes(host)
+        return prepared.sizes(host)
     except Exception as error:
         _LOG.debug("stored chunk sizes are not known: %s", error)
         return {}
