@@ -44,21 +44,20 @@ class Prepared:
     metadata_bytes: int
 
     def sizes(self, host: int | None = None) -> dict[int, tuple[int, ...]]:
-        """Stored chunk sizes of the planned leaves, by leaf index. Blocks.
+        """Stored chunk sizes by leaf index, when something is planned. Blocks.
 
-        Direct leaves are left out: their restore shall cost what stock costs.
+        A restore that is direct as a whole shall cost what stock costs.
 
         Args:
             host: ask only for this host's share of the leaves; None asks for all.
         """
-        planned = [i for g in self.plan.planned for i in g.leaves]
-        total = sum(self.requests[i].stored.num_chunks for i in planned)
-        if total > stores.MAX_SIZED_CHUNKS:
+        total = sum(r.stored.num_chunks for r in self.requests)
+        if not self.plan.planned or total > stores.MAX_SIZED_CHUNKS:
             return {}
         hosts = self.plan.hosts
         mine = {
-            index: self.requests[index].stored
-            for index in planned
+            index: request.stored
+            for index, request in enumerate(self.requests)
             if host not in hosts or hosts[index % len(hosts)] == host
         }
         return stores.sizes_of(mine, self.arrays)
