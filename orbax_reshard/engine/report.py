@@ -26,8 +26,8 @@ class RestoreReport:
             from TensorStore's own counters; hosts in that order.
         needed_bytes: stored bytes of the chunks that were needed.
         needed_bytes_exact: False when the decoded size of direct leaves stands in:
-            outside OCDBT, and when nothing was planned, because such a restore shall
-            cost what stock costs.
+            outside OCDBT, and when ``auto`` or ``direct`` left all to stock, because
+            such a restore shall cost what stock costs.
         forecast: of the planned leaves, from the plan.
         measured: of the planned leaves. Chunk reads are counted by the reader,
             bytes come from TensorStore's counters, collectives from compiled HLO.

@@ -44,15 +44,17 @@ class Prepared:
     metadata_bytes: int
 
     def sizes(self, host: int | None = None) -> dict[int, tuple[int, ...]]:
-        """Stored chunk sizes by leaf index, when something is planned. Blocks.
+        """Stored chunk sizes by leaf index. Blocks.
 
-        A restore that is direct as a whole shall cost what stock costs.
+        None are asked for a restore that ``auto`` made direct as a whole: it shall
+        cost what stock costs.
 
         Args:
             host: ask only for this host's share of the leaves; None asks for all.
         """
         total = sum(r.stored.num_chunks for r in self.requests)
-        if not self.plan.planned or total > stores.MAX_SIZED_CHUNKS:
+        declined = self.plan.policy == "auto" and not self.plan.planned
+        if declined or total > stores.MAX_SIZED_CHUNKS:
             return {}
         hosts = self.plan.hosts
         mine = {
